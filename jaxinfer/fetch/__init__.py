@@ -1,0 +1,1 @@
+"""The command `python -m jaxinfer.fetch`: puts the built-in model into the cache folder, once."""

@@ -1,0 +1,106 @@
+"""Llama and everything stored under GGUF's architecture name `llama` (SmolLM2 among them).
+
+GGUF stores query and key rows so that neighbours are rotated against each other; ours, like the original checkpoints, rotates
+halves, so those rows are put back in order here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxinfer.errors import CheckpointError
+from jaxinfer.model.architecture import Architecture
+
+NAME = "llama"
+
+
+def gguf_architecture(require: Callable, find: Callable, tensor_names, source: str) -> Architecture:
+    """Reads sizes from GGUF metadata.
+
+    Args:
+      require: (key, type) -> value, raising when absent or of another type.
+      find: (key, type) -> value or None.
+      tensor_names: names of the tensors in the file.
+      source: the file, for errors.
+
+    Raises:
+      CheckpointError: another architecture, or sizes that cannot be.
+    """
+    name = require("general.architecture", str)
+    if name != NAME:
+        raise CheckpointError(f"{source}: general.architecture is {name!r}; this version runs: {NAME}")
+    num_heads = require("llama.attention.head_count", int)
+    hidden = require("llama.embedding_length", int)
+    num_kv = find("llama.attention.head_count_kv", int) or num_heads
+    vocab_size = len(require("tokenizer.ggml.tokens", list))
+    if min(num_heads, num_kv, hidden) < 1 or num_heads % num_kv or hidden % num_heads:
+        raise CheckpointError(f"{source}: {num_heads} heads, {num_kv} KV heads and width {hidden} do not fit together")
+    if find("llama.expert_count", int):
+        raise CheckpointError(f"{source}: llama.expert_count: mixtures of experts are not supported by this version")
+    for key in ("llama.rope.scaling.type", "rope_freqs.weight"):
+        if key in tensor_names or (find(key, str) or "none") != "none":
+            raise CheckpointError(f"{source}: {key}: rotary scaling from GGUF files is not supported by this version")
+    return Architecture(
+        vocab_size=vocab_size,
+        num_layers=require("llama.block_count", int),
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=num_kv,
+        head_dim=find("llama.attention.key_length", int) or hidden // num_heads,
+        intermediate_size=require("llama.feed_forward_length", int),
+        max_positions=require("llama.context_length", int),
+        rms_norm_eps=float(require("llama.attention.layer_norm_rms_epsilon", float)),
+        rope_theta=float(find("llama.rope.freq_base", float) or 10000.0),
+        is_tied="output.weight" not in tensor_names,
+    )
+
+
+def gguf_weight(arch: Architecture, name: str, load: Callable[[str], np.ndarray], order: str) -> np.ndarray:
+    """One parameter as float32, from the file's tensors.
+
+    Args:
+      name: `top.<path>` or `layers.<i>.<path>`, as in `model.params.fill`.
+      load: tensor name -> float32 array in [out, in] order.
+      order: weight order of `model.linear`.
+    """
+    if name in _TOP:
+        return load(_TOP[name])
+    _, layer, path = name.split(".", 2)
+    k, g, h, d = arch.num_kv_heads, arch.group_size, arch.head_dim, arch.hidden_size
+
+    def tensor(suffix: str) -> np.ndarray:
+        return load(f"blk.{layer}.{suffix}.weight")
+
+    if path == "attention_norm.weight":
+        return tensor("attn_norm")
+    if path == "mlp_norm.weight":
+        return tensor("ffn_norm")
+    if path == "attention.qkv.weight":
+        q_KGHD = _halves(tensor("attn_q"), k * g, h).reshape(k, g, h, d)
+        k_K1HD = _halves(tensor("attn_k"), k, h).reshape(k, 1, h, d)
+        v_K1HD = tensor("attn_v").reshape(k, 1, h, d)
+        return _ordered(np.concatenate([q_KGHD, k_K1HD, v_K1HD], axis=1), 1, order)
+    if path == "attention.out.weight":
+        return _ordered(tensor("attn_output").reshape(d, k, g, h), 3, order)
+    if path == "mlp.gate_up.weight":
+        return _ordered(np.stack([tensor("ffn_gate"), tensor("ffn_up")]), 1, order)
+    assert path == "mlp.down.weight", path
+    return _ordered(tensor("ffn_down"), 1, order)
+
+
+_TOP = {"top.embedding": "token_embd.weight", "top.norm.weight": "output_norm.weight", "top.head": "output.weight"}
+
+
+def _halves(weight: np.ndarray, num_heads: int, head_dim: int) -> np.ndarray:
+    """Rows of each head from (pair, half) to (half, pair) order."""
+    return weight.reshape(num_heads, head_dim // 2, 2, -1).swapaxes(1, 2)
+
+
+def _ordered(weight: np.ndarray, num_in_axes: int, order: str) -> np.ndarray:
+    """[out..., in...] as it is, or as [in..., out...]."""
+    if order == "out_in":
+        return np.ascontiguousarray(weight)
+    num_out = weight.ndim - num_in_axes
+    return np.ascontiguousarray(weight.transpose(*range(num_out, weight.ndim), *range(num_out)))

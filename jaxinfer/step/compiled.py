@@ -1,0 +1,210 @@
+"""Lowers and compiles every program before the first request, and counts what is traced afterwards.
+
+A program is known by its shapes alone; nothing a user can ask for adds one:
+
+    decode   a bucket of rows (1, 2, 4, ... slots)          mixed   a bucket of query tokens
+    admit, score, scrub, copy_out, copy_in   one each
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.model import PageFormat, scrub
+from jaxinfer.step import programs as bodies
+from jaxinfer.step.programs import NUM_ROW_NUMBERS, ProgramContext, PromptHidden
+from jaxinfer.step.slot_state import NUM_ADMISSION_NUMBERS, SlotState, admit
+
+COPY_PAGES = 16  # pages per copy between device and host memory
+MAX_ADMISSIONS = 8  # slots written by one call
+
+
+def buckets(low: int, high: int) -> tuple[int, ...]:
+    """Powers of two from `low`, then `high` itself."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= 2
+    return (*sizes, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSizes:
+    """The static sizes of all programs.
+
+    Attributes:
+      num_slots: S.
+      max_num_batched_tokens: largest bucket of query tokens.
+      max_rounds: most rounds of a decode dispatch.
+      max_model_len: L.
+      num_pages: pages in the pool, the null page included.
+      table_width: M.
+    """
+
+    num_slots: int
+    max_num_batched_tokens: int
+    max_rounds: int
+    max_model_len: int
+    num_pages: int
+    table_width: int
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Rows of the decode programs."""
+        return buckets(1, self.num_slots)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Query tokens of the mixed programs."""
+        return buckets(min(16, self.max_num_batched_tokens), self.max_num_batched_tokens)
+
+    def mixed_rows(self, num_tokens: int) -> int:
+        """Rows of a mixed program: no more than it has tokens."""
+        return min(num_tokens, self.num_slots)
+
+
+class CompileCounter:
+    """Counts traces and compilations of this process, by jax's own monitoring events.
+
+    Attributes:
+      num_traces: functions traced so far.
+    """
+
+    def __init__(self):
+        self.num_traces = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/jaxpr_trace_duration":
+            self.num_traces += 1
+
+
+class Programs:
+    """The compiled programs of one engine.
+
+    Attributes:
+      sizes: static sizes.
+      num_compiled: programs compiled so far.
+    """
+
+    def __init__(self, context: ProgramContext, sizes: ProgramSizes, page_format: PageFormat, leaves, pages, state, vocab_row_words: int):
+        self.sizes = sizes
+        self._context = context
+        self._page_format = page_format
+        self._leaves = _shapes(leaves)
+        self._pages = _shapes(pages)
+        self._state = _shapes(state)
+        self._vocab_row_words = vocab_row_words
+        self._compiled: dict[tuple, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._compiled)
+
+    @property
+    def replicated(self):
+        """Sharding of what the host sends."""
+        return self._context.rules.replicated
+
+    def keys(self) -> list[tuple]:
+        """Every program there is, most used first."""
+        decode = [("decode", rows) for rows in reversed(self.sizes.row_buckets)]
+        mixed = [("mixed", tokens) for tokens in reversed(self.sizes.token_buckets)]
+        return [("admit",), *mixed, *decode, ("score",), ("scrub",), ("copy_out",), ("copy_in",)]
+
+    def get(self, key: tuple) -> Callable[..., Any]:
+        """A compiled program; compiled now if warm-up left it out."""
+        found = self._compiled.get(key)
+        if found is None:
+            with self._lock:
+                lowered = self._lower(key)
+            found = self._compiled.setdefault(key, lowered.compile())
+        return found
+
+    def warm_up(self, on_done: Callable[[tuple], None], num_threads: int = 2) -> None:
+        """Compiles all programs. Tracing holds the interpreter; compiling runs in threads beside it.
+
+        Args:
+          on_done: called with each finished program's key, in this thread.
+        """
+        with ThreadPoolExecutor(num_threads) as pool:
+            waiting = {pool.submit(self.get, key): key for key in self.keys()}
+            for done in as_completed(waiting):
+                done.result()
+                on_done(waiting[done])
+
+    def temporary_bytes(self) -> int:
+        """Most bytes that any compiled program needs beside its arguments and results."""
+        sizes = [program.memory_analysis() for program in self._compiled.values()]
+        return max((int(s.temp_size_in_bytes) for s in sizes if s is not None), default=0)
+
+    def _lower(self, key: tuple):
+        make = getattr(self, f"_lower_{key[0]}")
+        with jax.set_mesh(self._context.rules.mesh):
+            return make(*key[1:])
+
+    def _int32(self, *shape: int):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._context.rules.replicated)
+
+    def _lower_decode(self, rows: int):
+        body = functools.partial(bodies.decode, self._context, self.sizes.max_rounds)
+        packed = self._int32(rows, 1 + self.sizes.table_width)
+        return self._jit(body, (1, 2)).lower(self._leaves, self._pages, self._state, packed, self._int32())
+
+    def _lower_mixed(self, tokens: int):
+        body = functools.partial(bodies.mixed, self._context, tokens, self.sizes.max_num_batched_tokens)
+        packed = self._int32(self.sizes.mixed_rows(tokens), NUM_ROW_NUMBERS + self.sizes.table_width)
+        return self._jit(body, (1, 2)).lower(self._leaves, self._pages, self._state, packed)
+
+    def _lower_admit(self):
+        words = NUM_ADMISSION_NUMBERS + self.sizes.max_model_len + self._vocab_row_words
+        return jax.jit(admit, donate_argnums=0).lower(self._state, self._int32(MAX_ADMISSIONS, words))
+
+    def _lower_score(self):
+        tokens = self.sizes.max_num_batched_tokens
+        hidden = PromptHidden(
+            jax.ShapeDtypeStruct((tokens, self._context.arch.hidden_size), self._hidden_dtype, sharding=self._context.rules.replicated),
+            self._int32(tokens),
+        )
+        return jax.jit(functools.partial(bodies.score, self._context), out_shardings=self._context.rules.replicated).lower(
+            self._leaves, hidden, self._int32()
+        )
+
+    def _lower_scrub(self):
+        return jax.jit(scrub, donate_argnums=0).lower(self._pages, self._int32(COPY_PAGES))
+
+    def _lower_copy_out(self):
+        return jax.jit(bodies.copy_out).lower(self._pages, self._int32(COPY_PAGES))
+
+    def _lower_copy_in(self):
+        values = jax.tree.map(lambda a: jax.ShapeDtypeStruct((COPY_PAGES, *a.shape[1:]), a.dtype, sharding=a.sharding), self._pages)
+        return jax.jit(bodies.copy_in, donate_argnums=0).lower(self._pages, self._int32(COPY_PAGES), values)
+
+    @property
+    def _hidden_dtype(self):
+        return self._context.rebuild(self._leaves).top["embedding"].get_value().dtype
+
+    def _jit(self, body, donate: tuple[int, ...]):
+        """News and hidden states are replicated; pages and slots keep the shardings they came in."""
+        replicated = self._context.rules.replicated
+        keep = (jax.tree.map(lambda a: a.sharding, self._pages), jax.tree.map(lambda a: a.sharding, self._state))
+        num_news = 2 if body.func is bodies.mixed else 1
+        return jax.jit(body, donate_argnums=donate, out_shardings=(*keep, *(replicated,) * num_news))
+
+
+def _shapes(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+
+
+def cached_layer(run_layer):
+    """`run_layer` traced once for all layers that share a static graph and shapes."""
+    return jax.jit(run_layer, static_argnums=(0, 1, 2))
