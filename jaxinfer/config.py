@@ -121,7 +121,13 @@ class SchedulerConfig:
     rounds_per_dispatch: int = 8
 
     def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens", "rounds_per_dispatch"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_queued_requests",
+            "max_queued_tokens",
+            "rounds_per_dispatch",
+        ):
             _at_least(name, getattr(self, name), 1)
 
 
@@ -182,7 +188,13 @@ class EngineConfig:
         Raises:
           ConfigError: an unknown name (the nearest known one is suggested) or a bad value.
         """
-        groups = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig, "compile": CompileConfig}
+        groups = {
+            "model": ModelConfig,
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+            "parallel": ParallelConfig,
+            "compile": CompileConfig,
+        }
         owner = {f.name: group for group, cls in groups.items() for f in fields(cls)}
         owner["seed"] = ""
         parts: dict[str, dict[str, Any]] = {group: {} for group in groups}
@@ -201,7 +213,10 @@ class EngineConfig:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, 1)
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ConfigError(
+            f"{name} is {value!r}; it must be one of {', '.join(allowed)}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:

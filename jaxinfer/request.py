@@ -120,7 +120,9 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}; it may not exceed max_tokens ({self.max_tokens})", "min_tokens")
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; it may not exceed max_tokens ({self.max_tokens})", "min_tokens"
+            )
         if self.deadline_s is not None:
             _number("deadline_s", self.deadline_s, 0.0, math.inf, open_low=True)
         for name in (

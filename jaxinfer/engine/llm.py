@@ -118,7 +118,9 @@ class LLM:
         request, text = self._request(prompt, sampling_params or SamplingParams())
         yield from self._drive([(request, text)])
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         """`stream` for a conversation."""
         chat = self._loaded.chat_template().render(messages)
         request, _ = self._request(chat.token_ids, sampling_params or SamplingParams())
@@ -126,7 +128,9 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[Request, str | None]:
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is a {type(params).__name__}; it must be SamplingParams", "sampling_params")
+            raise RequestError(
+                f"sampling_params is a {type(params).__name__}; it must be SamplingParams", "sampling_params"
+            )
         tokenizer = self._loaded.tokenizer
         text, ids, salt = _read_prompt(prompt)
         if ids is None:
@@ -135,7 +139,9 @@ class LLM:
         vocab_size = self._loaded.arch.vocab_size
         bad = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size), None)
         if bad is not None:
-            raise RequestError(f"prompt_token_ids holds {bad!r}; ids are integers from 0 to {vocab_size - 1}", "prompt_token_ids")
+            raise RequestError(
+                f"prompt_token_ids holds {bad!r}; ids are integers from 0 to {vocab_size - 1}", "prompt_token_ids"
+            )
         if params.truncate_prompt_tokens is not None:
             ids = ids[-params.truncate_prompt_tokens :]
         if not ids:
@@ -155,7 +161,9 @@ class LLM:
 
     def _run(self, requests: list[tuple[Request, str | None]], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
             begin, tokens_before = time.monotonic(), self._loaded.engine.num_output_tokens
             for output in self._drive(requests):
                 if output.finished:
@@ -200,7 +208,9 @@ def _read_prompt(prompt: Any) -> tuple[str | None, list[int] | None, str]:
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
-            raise RequestError(f"a prompt may have prompt, prompt_token_ids and cache_salt; not {sorted(unknown)[0]!r}", "prompt")
+            raise RequestError(
+                f"a prompt may have prompt, prompt_token_ids and cache_salt; not {sorted(unknown)[0]!r}", "prompt"
+            )
         salt = prompt.get("cache_salt") or ""
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
@@ -218,7 +228,9 @@ def _per_prompt(params: Any, count: int) -> list[SamplingParams]:
         return [params] * count
     items = list(params)
     if len(items) != count:
-        raise RequestError(f"{len(items)} sampling_params for {count} prompts; give one, or one per prompt", "sampling_params")
+        raise RequestError(
+            f"{len(items)} sampling_params for {count} prompts; give one, or one per prompt", "sampling_params"
+        )
     return items
 
 
@@ -241,6 +253,12 @@ class _Progress:
         if what != self._what:
             self.__exit__()
             # disable=None: silent when standard error is not a terminal.
-            self._bar = tqdm(total=total, desc=what.capitalize(), leave=False, dynamic_ncols=True, disable=None if self._is_on else True)
+            self._bar = tqdm(
+                total=total,
+                desc=what.capitalize(),
+                leave=False,
+                dynamic_ncols=True,
+                disable=None if self._is_on else True,
+            )
             self._what = what
         self._bar.update(done - self._bar.n)

@@ -115,7 +115,9 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
         tell("loading weights", done, total)
         value = _translate(lambda: gguf_weight(arch, name, gguf.load, order))
         if value.shape != struct.shape:
-            raise CheckpointError(f"{source}: parameter {name} has shape {value.shape}; the architecture needs {struct.shape}")
+            raise CheckpointError(
+                f"{source}: parameter {name} has shape {value.shape}; the architecture needs {struct.shape}"
+            )
         return value.astype(struct.dtype)
 
     params = fill(abstract, rules, value_of)
@@ -153,7 +155,9 @@ def build_engine(
     max_num_seqs = config.scheduler.max_num_seqs or (32 if is_cpu else 256)
     max_tokens = config.scheduler.max_num_batched_tokens or max(512 if is_cpu else 2048, max_num_seqs)
     if max_tokens < max_num_seqs:
-        raise ConfigError(f"max_num_batched_tokens is {max_tokens}; it must be at least max_num_seqs ({max_num_seqs}): every running sequence takes a token a step")
+        raise ConfigError(
+            f"max_num_batched_tokens is {max_tokens}; it must be at least max_num_seqs ({max_num_seqs}): every running sequence takes a token a step"
+        )
     model_shards = rules.mesh.shape["model"]
     memory = plan_memory(
         device=device,

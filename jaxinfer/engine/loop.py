@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxinfer.engine.output import OutputBoard
 from jaxinfer.errors import EngineDead
 from jaxinfer.request import Request, RequestOutput
 from jaxinfer.schedule.scheduler import Scheduler
-from jaxinfer.engine.output import OutputBoard
 from jaxinfer.step import PendingStep, Runner
 from jaxinfer.text import Tokenizer
 
@@ -44,7 +44,15 @@ class Engine:
       stats: see `LoopStats`.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer, *, max_in_flight: int = MAX_IN_FLIGHT, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        *,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """Takes both halves; `max_in_flight` is 2 for overlap, 1 for strictly one step after another."""
         self.scheduler = scheduler
         self.runner = runner

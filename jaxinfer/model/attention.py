@@ -52,7 +52,9 @@ class SelfAttention(nnx.Module):
         num_kv = k_TKH.shape[1]
         heads = "model" if num_kv % rules.mesh.shape["model"] == 0 else None
         on_heads = PartitionSpec(None, heads)
-        page_specs = jax.tree.map(lambda a: PartitionSpec(*(heads if i == op.kv_head_axis else None for i in range(a.ndim))), pages)
+        page_specs = jax.tree.map(
+            lambda a: PartitionSpec(*(heads if i == op.kv_head_axis else None for i in range(a.ndim))), pages
+        )
 
         @functools.partial(
             jax.shard_map,

@@ -57,7 +57,9 @@ class Decoder(nnx.Module):
         self.embedding = declare(rngs, table, ("vocab", None), dtype=dtype, scale=0.02)
         self.head = None if arch.is_tied else declare(rngs, table, ("vocab", None), dtype=dtype, scale=0.02)
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, rngs=rngs)
-        self.layers = nnx.data([DecoderLayer(arch, order=order, dtype=dtype, rngs=rngs) for _ in range(arch.num_layers)])
+        self.layers = nnx.data(
+            [DecoderLayer(arch, order=order, dtype=dtype, rngs=rngs) for _ in range(arch.num_layers)]
+        )
 
 
 class StepTokensInput(NamedTuple):
@@ -88,7 +90,18 @@ def embed(params: ModelParams, rules: MeshRules, token_T):
     return lax.with_sharding_constraint(x_TD, NamedSharding(rules.mesh, rules.spec(x_TD.shape, ("tokens", None))))
 
 
-def forward(params: ModelParams, arch: Architecture, op: AttentionOp, rules: MeshRules, pages, inputs: StepTokensInput, *, max_query_len: int, page_size: int, call_layer: LayerCall = run_layer):
+def forward(
+    params: ModelParams,
+    arch: Architecture,
+    op: AttentionOp,
+    rules: MeshRules,
+    pages,
+    inputs: StepTokensInput,
+    *,
+    max_query_len: int,
+    page_size: int,
+    call_layer: LayerCall = run_layer,
+):
     """Runs all layers.
 
     Args:

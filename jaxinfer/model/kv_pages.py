@@ -47,7 +47,9 @@ def pages_for_layers(page_format: PageFormat, num_pages: int, rules: MeshRules) 
     """Zero-filled pages of every layer, in their shardings."""
 
     def zeros(struct):
-        return jnp.zeros(struct.shape, struct.dtype, device=rules.sharding(struct.shape, page_format.axes(len(struct.shape))))
+        return jnp.zeros(
+            struct.shape, struct.dtype, device=rules.sharding(struct.shape, page_format.axes(len(struct.shape)))
+        )
 
     return tuple(jax.tree.map(zeros, page_format.layer_shapes(num_pages)) for _ in range(page_format.arch.num_layers))
 

@@ -23,7 +23,11 @@ class Linear(nnx.Module):
     def __init__(self, in_shape, in_axes, out_shape, out_axes, *, order: str, dtype, rngs: nnx.Rngs):
         assert order in WEIGHT_ORDERS
         scale = 1.0 / math.sqrt(math.prod(in_shape))
-        shape, axes = (in_shape + out_shape, in_axes + out_axes) if order == "in_out" else (out_shape + in_shape, out_axes + in_axes)
+        shape, axes = (
+            (in_shape + out_shape, in_axes + out_axes)
+            if order == "in_out"
+            else (out_shape + in_shape, out_axes + in_axes)
+        )
         self.weight = declare(rngs, shape, axes, dtype=dtype, scale=scale)
         self.in_shape = in_shape
         self.out_shape = out_shape
@@ -44,5 +48,7 @@ class Linear(nnx.Module):
 def dot(x_TI, w, contract: int):
     """x @ w over w's axis `contract`; float32 inputs keep full float32 precision on every platform."""
     precision = lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else lax.Precision.DEFAULT
-    y_TO = lax.dot_general(x_TI, w, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    y_TO = lax.dot_general(
+        x_TI, w, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
     return y_TO.astype(x_TI.dtype)

@@ -32,7 +32,9 @@ class ModelParams(NamedTuple):
     layer_graphs: tuple[Any, ...]
 
 
-def declare(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], *, dtype, scale: float | None) -> nnx.Param:
+def declare(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], *, dtype, scale: float | None
+) -> nnx.Param:
     """One parameter.
 
     Args:

@@ -16,16 +16,22 @@ from jaxinfer.model.architecture import Architecture
 
 def inverse_frequencies(arch: Architecture) -> np.ndarray:
     """Radians per position, float32 [H / 2]."""
-    inv_freq = 1.0 / (np.float32(arch.rope_theta) ** (np.arange(0, arch.head_dim, 2, dtype=np.float32) / np.float32(arch.head_dim)))
+    inv_freq = 1.0 / (
+        np.float32(arch.rope_theta) ** (np.arange(0, arch.head_dim, 2, dtype=np.float32) / np.float32(arch.head_dim))
+    )
     scaling = arch.rope_scaling
     if scaling is None:
         return inv_freq.astype(np.float32)
     wavelength = 2 * math.pi / inv_freq
     long = scaling.original_context / scaling.low_freq_factor
     short = scaling.original_context / scaling.high_freq_factor
-    smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
-    return np.where(wavelength > long, inv_freq / scaling.factor, np.where(wavelength < short, inv_freq, blended)).astype(np.float32)
+    return np.where(
+        wavelength > long, inv_freq / scaling.factor, np.where(wavelength < short, inv_freq, blended)
+    ).astype(np.float32)
 
 
 def phases(arch: Architecture, position_T: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,13 @@ from jaxinfer.step.slot_state import NUM_ADMISSION_NUMBERS
 
 
 def pack_admissions(
-    admissions: tuple[Admission, ...], num_rows: int, *, num_slots: int, max_model_len: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+    admissions: tuple[Admission, ...],
+    num_rows: int,
+    *,
+    num_slots: int,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
 ) -> np.ndarray:
     """int32 [num_rows, X] for `slot_state.admit`; at most `num_rows` admissions."""
     packed = np.zeros((num_rows, NUM_ADMISSION_NUMBERS + max_model_len + packed_row_size(vocab_size)), np.int32)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxinfer.model import PageFormat, scrub
 from jaxinfer.step import programs as bodies
 from jaxinfer.step.programs import NUM_ROW_NUMBERS, ProgramContext, PromptHidden
-from jaxinfer.step.slot_state import NUM_ADMISSION_NUMBERS, SlotState, admit
+from jaxinfer.step.slot_state import NUM_ADMISSION_NUMBERS, admit
 
 COPY_PAGES = 16  # pages per copy between device and host memory
 MAX_ADMISSIONS = 8  # slots written by one call
@@ -95,7 +95,16 @@ class Programs:
       num_compiled: programs compiled so far.
     """
 
-    def __init__(self, context: ProgramContext, sizes: ProgramSizes, page_format: PageFormat, leaves, pages, state, vocab_row_words: int):
+    def __init__(
+        self,
+        context: ProgramContext,
+        sizes: ProgramSizes,
+        page_format: PageFormat,
+        leaves,
+        pages,
+        state,
+        vocab_row_words: int,
+    ):
         self.sizes = sizes
         self._context = context
         self._page_format = page_format
@@ -172,12 +181,14 @@ class Programs:
     def _lower_score(self):
         tokens = self.sizes.max_num_batched_tokens
         hidden = PromptHidden(
-            jax.ShapeDtypeStruct((tokens, self._context.arch.hidden_size), self._hidden_dtype, sharding=self._context.rules.replicated),
+            jax.ShapeDtypeStruct(
+                (tokens, self._context.arch.hidden_size), self._hidden_dtype, sharding=self._context.rules.replicated
+            ),
             self._int32(tokens),
         )
-        return jax.jit(functools.partial(bodies.score, self._context), out_shardings=self._context.rules.replicated).lower(
-            self._leaves, hidden, self._int32()
-        )
+        return jax.jit(
+            functools.partial(bodies.score, self._context), out_shardings=self._context.rules.replicated
+        ).lower(self._leaves, hidden, self._int32())
 
     def _lower_scrub(self):
         return jax.jit(scrub, donate_argnums=0).lower(self._pages, self._int32(COPY_PAGES))
@@ -186,7 +197,9 @@ class Programs:
         return jax.jit(bodies.copy_out).lower(self._pages, self._int32(COPY_PAGES))
 
     def _lower_copy_in(self):
-        values = jax.tree.map(lambda a: jax.ShapeDtypeStruct((COPY_PAGES, *a.shape[1:]), a.dtype, sharding=a.sharding), self._pages)
+        values = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((COPY_PAGES, *a.shape[1:]), a.dtype, sharding=a.sharding), self._pages
+        )
         return jax.jit(bodies.copy_in, donate_argnums=0).lower(self._pages, self._int32(COPY_PAGES), values)
 
     @property

@@ -43,7 +43,17 @@ class ProgramContext:
     def run(self, leaves, pages, inputs: StepTokensInput, max_query_len: int):
         """All layers."""
         params: ModelParams = self.rebuild(leaves)
-        return forward(params, self.arch, self.op, self.rules, pages, inputs, max_query_len=max_query_len, page_size=self.page_size, call_layer=self.call_layer)
+        return forward(
+            params,
+            self.arch,
+            self.op,
+            self.rules,
+            pages,
+            inputs,
+            max_query_len=max_query_len,
+            page_size=self.page_size,
+            call_layer=self.call_layer,
+        )
 
     def head(self, leaves, x_TD):
         """Float32 logits [T, V] of hidden states."""
@@ -57,7 +67,10 @@ def _bits(x):
 
 def _logprob_words(choice: Choice):
     """int32 [B, LOGPROB_WORDS]."""
-    return jnp.concatenate([_bits(choice.logprob_B)[:, None], choice.rank_B[:, None], choice.top_ids_BK, _bits(choice.top_logprobs_BK)], axis=1)
+    return jnp.concatenate(
+        [_bits(choice.logprob_B)[:, None], choice.rank_B[:, None], choice.top_ids_BK, _bits(choice.top_logprobs_BK)],
+        axis=1,
+    )
 
 
 class DecodeNews(NamedTuple):
@@ -101,7 +114,12 @@ def decode(ctx: ProgramContext, max_rounds: int, leaves, pages, state: SlotState
         x_BD, pages = ctx.run(leaves, pages, inputs, 1)
         state, choice, emitted_B = emit(state, ctx.head(leaves, x_BD), slot_B, is_live_B)
         tokens_BX = lax.dynamic_update_slice(tokens_BX, jnp.where(emitted_B, choice.token_B, 0)[:, None], (0, 2 + r))
-        tokens_BX = tokens_BX.at[:, 0].add(emitted_B.astype(jnp.int32)).at[:, 1].max((is_live_B & choice.is_bad_B).astype(jnp.int32))
+        tokens_BX = (
+            tokens_BX.at[:, 0]
+            .add(emitted_B.astype(jnp.int32))
+            .at[:, 1]
+            .max((is_live_B & choice.is_bad_B).astype(jnp.int32))
+        )
         logprobs_BRW = lax.dynamic_update_slice(logprobs_BRW, _logprob_words(choice)[:, None], (0, r, 0))
         return r + 1, pages, state, tokens_BX, logprobs_BRW
 
@@ -167,7 +185,9 @@ def mixed(ctx: ProgramContext, num_tokens: int, max_tokens: int, leaves, pages, 
     next_T = state.history_SL.at[slot_B[row_T], position_T + 1].get(mode="clip")
     state, choice, emitted_B = emit(state, logits_BV, slot_B, emits_B)
     is_bad_B = emits_B & choice.is_bad_B
-    tokens_BX = jnp.stack([emitted_B.astype(jnp.int32), is_bad_B.astype(jnp.int32), jnp.where(emitted_B, choice.token_B, 0)], axis=1)
+    tokens_BX = jnp.stack(
+        [emitted_B.astype(jnp.int32), is_bad_B.astype(jnp.int32), jnp.where(emitted_B, choice.token_B, 0)], axis=1
+    )
     padding = max_tokens - num_tokens
     hidden = PromptHidden(jnp.pad(x_TD, ((0, padding), (0, 0))), jnp.pad(next_T, (0, padding)))
     return pages, state, DecodeNews(tokens_BX, _logprob_words(choice)[:, None]), hidden

@@ -1,7 +1,7 @@
 """Runs plans: sends them to the device without waiting, and reads their tokens when asked.
 
-    pending = runner.submit(plan)      # returns at once; the device works through submitted plans in order
-    tokens = runner.collect(pending)   # waits for that plan's tokens
+pending = runner.submit(plan)      # returns at once; the device works through submitted plans in order
+tokens = runner.collect(pending)   # waits for that plan's tokens
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -65,7 +65,16 @@ class Runner:
       stats: see `RunnerStats`.
     """
 
-    def __init__(self, programs: Programs, leaves: Any, pages: Any, state: SlotState, *, vocab_size: int, eos_token_ids: tuple[int, ...]):
+    def __init__(
+        self,
+        programs: Programs,
+        leaves: Any,
+        pages: Any,
+        state: SlotState,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ):
         self.stats = RunnerStats()
         self._programs = programs
         self._sizes = programs.sizes
@@ -182,7 +191,10 @@ class Runner:
 
     def _copy_out(self, page_ids: tuple[int, ...]) -> list[Any]:
         # Still on the device when this returns; `collect` pulls the copies once the next program is queued behind them.
-        return [self._programs.get(("copy_out",))(self._pages, self._put(c)) for c in _chunks(page_ids, self._sizes.num_pages)]
+        return [
+            self._programs.get(("copy_out",))(self._pages, self._put(c))
+            for c in _chunks(page_ids, self._sizes.num_pages)
+        ]
 
     def _copy_in(self, page_ids: tuple[int, ...], parts: list[Any]) -> None:
         for chunk, values in zip(_chunks(page_ids, self._sizes.num_pages), parts, strict=True):

@@ -1,7 +1,7 @@
 """What the device remembers of each slot between programs, so that tokens feed the next program without the host.
 
-    history   [ p0 p1 p2 o0 o1 .  . ]      num_tokens 5, num_prompt_tokens 3
-                            ^ input of the next decode round, at position 4
+history   [ p0 p1 p2 o0 o1 .  . ]      num_tokens 5, num_prompt_tokens 3
+                        ^ input of the next decode round, at position 4
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.sampling import Choice, SlotParams, choose, count_tokens, is_end, row_from_history, tail_from_history, write_rows
+from jaxinfer.sampling import (
+    Choice,
+    SlotParams,
+    choose,
+    count_tokens,
+    is_end,
+    row_from_history,
+    tail_from_history,
+    write_rows,
+)
 
 NUM_ADMISSION_NUMBERS = 4  # slot, num_tokens, num_prompt_tokens, max_total_tokens
 
@@ -60,7 +69,9 @@ def admit(state: SlotState, packed_AX: jax.Array) -> SlotState:
     num_slots, max_len = state.history_SL.shape
     slot_A, num_tokens_A, num_prompt_A, max_total_A = (packed_AX[:, i] for i in range(NUM_ADMISSION_NUMBERS))
     history_AL = packed_AX[:, NUM_ADMISSION_NUMBERS : NUM_ADMISSION_NUMBERS + max_len]
-    counts_AV = jax.vmap(row_from_history, in_axes=(0, 0, 0, None))(history_AL, num_prompt_A, num_tokens_A, state.counts_SV.shape[1])
+    counts_AV = jax.vmap(row_from_history, in_axes=(0, 0, 0, None))(
+        history_AL, num_prompt_A, num_tokens_A, state.counts_SV.shape[1]
+    )
 
     def put(old, new):
         return old.at[slot_A].set(new, mode="drop")
@@ -98,11 +109,15 @@ def emit(state: SlotState, logits_BV, slot_B, emits_B) -> tuple[SlotState, Choic
     num_prompt_B = read(state.num_prompt_tokens_S, slot_B)
     safe_slot_B = jnp.minimum(slot_B, num_slots - 1)
     output_pos_B = num_tokens_B - num_prompt_B
-    tail_BW = jax.vmap(lambda slot, prompt, total: tail_from_history(state.history_SL[slot], prompt, total))(safe_slot_B, num_prompt_B, num_tokens_B)
+    tail_BW = jax.vmap(lambda slot, prompt, total: tail_from_history(state.history_SL[slot], prompt, total))(
+        safe_slot_B, num_prompt_B, num_tokens_B
+    )
     choice = choose(logits_BV, state.params, safe_slot_B, state.counts_SV, tail_BW, output_pos_B, emits_B)
     emitted_B = emits_B & ~choice.is_bad_B
     to_B = jnp.where(emitted_B, slot_B, num_slots)
-    ends_B = is_end(choice.token_B, state.params, safe_slot_B) | (num_tokens_B + 1 >= read(state.max_total_tokens_S, slot_B))
+    ends_B = is_end(choice.token_B, state.params, safe_slot_B) | (
+        num_tokens_B + 1 >= read(state.max_total_tokens_S, slot_B)
+    )
     off_B = jnp.where(emits_B & (ends_B | choice.is_bad_B), slot_B, num_slots)
     new_state = state._replace(
         history_SL=state.history_SL.at[to_B, jnp.minimum(num_tokens_B, max_len - 1)].set(choice.token_B, mode="drop"),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.api import AttentionOp, RaggedBatch
+from pallas_kernels.ragged_paged_attention.contract import AttentionOp, RaggedBatch
 
 
 class ReferenceWork(NamedTuple):
@@ -45,7 +45,9 @@ def prepare(batch: RaggedBatch, *, num_tokens, max_query_len, page_size, sliding
     del max_query_len, page_size
     token_T = jnp.arange(num_tokens, dtype=jnp.int32)
     starts_R = batch.query_start_R
-    row_T = jnp.clip((token_T[:, None] >= starts_R[None, 1:]).sum(1), 0, batch.context_len_B.shape[0] - 1).astype(jnp.int32)
+    row_T = jnp.clip((token_T[:, None] >= starts_R[None, 1:]).sum(1), 0, batch.context_len_B.shape[0] - 1).astype(
+        jnp.int32
+    )
     position_T = batch.context_len_B[row_T] - starts_R[row_T + 1] + token_T
     is_real_T = token_T < starts_R[-1]
     return ReferenceWork(batch, row_T, jnp.where(is_real_T, position_T, -1), sliding_window)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention.api import AttentionOp, RaggedBatch
+from pallas_kernels.ragged_paged_attention.contract import AttentionOp, RaggedBatch
 
 QUERY_TILE = 64  # query tokens of a prefill tile
 KEY_BLOCK = 128  # key positions of one inner step of a prefill tile
@@ -204,7 +204,9 @@ def _attend_single(q_BKGH, pages, work: XlaWork, scale, soft_cap):
         context_C1 = _take(items.context_len_B[:, None], row_C)
         sees_CZ = (position_CZ < context_C1) & (position_CZ >= context_C1 - work.window)
         s_CKGZ = jnp.where(sees_CZ[:, None, None, :], s_CKGZ, LOWEST)
-        v_CKZH = jnp.where(sees_CZ[:, None, :, None], v_CKZH, 0.0)  # a page's stale tail may hold NaN, and 0 * NaN is NaN
+        v_CKZH = jnp.where(
+            sees_CZ[:, None, :, None], v_CKZH, 0.0
+        )  # a page's stale tail may hold NaN, and 0 * NaN is NaN
         is_row_BC = row_B[:, None] == row_C[None, :]
         item_peak_CKG = s_CKGZ.max(-1)
         spread_BCKG = jnp.where(is_row_BC[:, :, None, None], item_peak_CKG[None], LOWEST)
@@ -214,10 +216,15 @@ def _attend_single(q_BKGH, pages, work: XlaWork, scale, soft_cap):
         # Weighted values and weights side by side: one product sums both into their rows.
         part_CX = jnp.concatenate([pv_CKGH.reshape(chunk, -1), p_CKGZ.sum(-1).reshape(chunk, -1)], axis=1)
         keep_BKG = jnp.exp(peak_BKG - new_peak_BKG)
-        keep_BX = jnp.concatenate([jnp.repeat(keep_BKG.reshape(num_rows, -1), head_dim, 1), keep_BKG.reshape(num_rows, -1)], 1)
+        keep_BX = jnp.concatenate(
+            [jnp.repeat(keep_BKG.reshape(num_rows, -1), head_dim, 1), keep_BKG.reshape(num_rows, -1)], 1
+        )
         return new_peak_BKG, sum_BX * keep_BX + is_row_BC.astype(jnp.float32) @ part_CX
 
-    start = (jnp.full((num_rows, num_kv, group), LOWEST, jnp.float32), jnp.zeros((num_rows, width + num_kv * group), jnp.float32))
+    start = (
+        jnp.full((num_rows, num_kv, group), LOWEST, jnp.float32),
+        jnp.zeros((num_rows, width + num_kv * group), jnp.float32),
+    )
     _, sum_BX = lax.fori_loop(0, items.num_chunks, body, start)
     weight_BKG1 = jnp.maximum(sum_BX[:, width:], 1e-30).reshape(num_rows, num_kv, group, 1)
     return sum_BX[:, :width].reshape(q_BKGH.shape) / weight_BKG1
@@ -271,7 +278,7 @@ def _attend_tiles(q_TKGH, pages, work: XlaWork, scale, soft_cap):
 
 
 def attend(q_TKGH, pages, work: XlaWork, *, scale, soft_cap=None):
-    """See the contract in `api.py`."""
+    """See the contract in `contract.py`."""
     if work.tiles is None:
         return _attend_single(q_TKGH, pages, work, scale, soft_cap).astype(q_TKGH.dtype)
     token_B = jnp.minimum(work.items.token_B, q_TKGH.shape[0] - 1)
