@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -139,74 +140,28 @@ def build_engine(
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     max_in_flight: int = 2,
 ) -> LoadedEngine:
-    """Pages, slots, programs, scheduler and loop around loaded parameters."""
-    clock = time.perf_counter
+    """Pages, slots, programs, scheduler and loop around loaded parameters.
+
+    Raises:
+      ConfigError: the configuration does not fit the model or the machine.
+    """
     counter = CompileCounter()
-    device = rules.mesh.devices.flat[0]
-    try:
-        op = get_attention(config.compile.attention, device.platform)
-    except NotImplementedError as why:
-        raise ConfigError(str(why)) from why
+    started = time.perf_counter()
     leaves, rebuild = _flatten(params)
     dtype = params.top["embedding"].get_value().dtype
-    kv_dtype = dtype if config.model.kv_cache_dtype == "auto" else jnp.dtype(config.model.kv_cache_dtype)
-    page_format = PageFormat(arch, op, config.cache.page_size or op.default_page_size, kv_dtype)
-    is_cpu = device.platform == "cpu"
-    max_num_seqs = config.scheduler.max_num_seqs or (32 if is_cpu else 256)
-    max_tokens = config.scheduler.max_num_batched_tokens or max(512 if is_cpu else 2048, max_num_seqs)
-    if max_tokens < max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens is {max_tokens}; it must be at least max_num_seqs ({max_num_seqs}): every running sequence takes a token a step"
-        )
-    model_shards = rules.mesh.shape["model"]
-    memory = plan_memory(
-        device=device,
-        page_format=page_format,
-        weight_bytes=sum(a.nbytes for a in leaves) // model_shards,
-        temporary_bytes=HEAD_ROOM_BYTES + 3 * max_num_seqs * arch.vocab_size * 4,
-        memory_utilization=config.cache.memory_utilization,
-        num_pages=config.cache.num_pages,
-        max_num_seqs=max_num_seqs,
-        max_model_len=config.model.max_model_len,
-        model_limit=arch.max_positions,
-        devices_sharing_heads=model_shards if arch.num_kv_heads % model_shards == 0 else 1,
-    )
-    started = clock()
-    page_size = page_format.page_size
-    sizes = ProgramSizes(
-        num_slots=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        max_rounds=config.scheduler.rounds_per_dispatch,
-        max_model_len=memory.max_model_len,
-        num_pages=memory.num_pages,
-        table_width=-(-memory.max_model_len // page_size),
-    )
+    page_format = _page_format(config, arch, dtype, rules)
+    sizes, memory = _sizes(config, arch, leaves, page_format, rules)
     pages = pages_for_layers(page_format, memory.num_pages, rules)
-    state = jax.device_put(SlotState.zeros(max_num_seqs, memory.max_model_len, arch.vocab_size), rules.replicated)
-    seconds = {"pages": clock() - started}
-    context = ProgramContext(arch, op, rules, page_size, rebuild, cached_layer(run_layer))
-    programs = Programs(context, sizes, page_format, leaves, pages, state, packed_row_size(arch.vocab_size))
-    started = clock()
+    state = jax.device_put(SlotState.zeros(sizes.num_slots, sizes.max_model_len, arch.vocab_size), rules.replicated)
+    seconds = {"pages": time.perf_counter() - started}
+    started = time.perf_counter()
+    context = ProgramContext(arch, page_format.op, rules, page_format.page_size, rebuild, cached_layer(run_layer))
+    programs = Programs(context, sizes, leaves, pages, state, packed_row_size(arch.vocab_size))
     if config.compile.warm_up:
         total = len(programs.keys())
         programs.warm_up(lambda key: on_progress("compiling programs", programs.num_compiled, total))
-    seconds["compile"] = clock() - started
-    scheduler = Scheduler(
-        num_pages=memory.num_pages,
-        page_size=page_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_tokens,
-        max_model_len=memory.max_model_len,
-        eos_token_ids=tokenizer.eos_token_ids,
-        rounds_per_dispatch=config.scheduler.rounds_per_dispatch,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        eviction_policy=config.cache.eviction_policy,
-        preemption_mode=config.cache.preemption_mode,
-        swap_capacity_pages=config.cache.swap_bytes // page_format.page_bytes,
-        max_queued_requests=config.scheduler.max_queued_requests,
-        max_queued_tokens=config.scheduler.max_queued_tokens,
-        token_buckets=sizes.token_buckets,
-    )
+    seconds["compile"] = time.perf_counter() - started
+    scheduler = _scheduler(config, sizes, page_format, tokenizer.eos_token_ids)
     runner = Runner(programs, leaves, pages, state, vocab_size=arch.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
     return LoadedEngine(
         engine=Engine(scheduler, runner, tokenizer, max_in_flight=max_in_flight),
@@ -223,6 +178,77 @@ def build_engine(
         traces_at_ready=counter.num_traces,
         seconds=seconds,
     )
+
+
+def _page_format(config: EngineConfig, arch: Architecture, dtype, rules: MeshRules) -> PageFormat:
+    try:
+        op = get_attention(config.compile.attention, rules.mesh.devices.flat[0].platform)
+    except NotImplementedError as why:
+        raise ConfigError(str(why)) from why
+    kv_dtype = dtype if config.model.kv_cache_dtype == "auto" else jnp.dtype(config.model.kv_cache_dtype)
+    return PageFormat(arch, op, config.cache.page_size or op.default_page_size, kv_dtype)
+
+
+def _sizes(
+    config: EngineConfig, arch: Architecture, leaves, page_format: PageFormat, rules: MeshRules
+) -> tuple[ProgramSizes, MemoryPlan]:
+    """Static sizes of the programs, and the memory they leave for pages."""
+    device = rules.mesh.devices.flat[0]
+    is_cpu = device.platform == "cpu"
+    max_num_seqs = config.scheduler.max_num_seqs or (32 if is_cpu else 256)
+    max_tokens = config.scheduler.max_num_batched_tokens or max(512 if is_cpu else 2048, max_num_seqs)
+    if max_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {max_tokens}; it must be at least max_num_seqs ({max_num_seqs}): "
+            "every running sequence takes a token a step"
+        )
+    memory = plan_memory(
+        device=device,
+        page_format=page_format,
+        weight_bytes=sum(shard_bytes(a) for a in leaves),
+        temporary_bytes=HEAD_ROOM_BYTES + 3 * max_num_seqs * arch.vocab_size * 4,
+        memory_utilization=config.cache.memory_utilization,
+        num_pages=config.cache.num_pages,
+        max_num_seqs=max_num_seqs,
+        max_model_len=config.model.max_model_len,
+        model_limit=arch.max_positions,
+        devices_sharing_heads=page_format.num_head_shards(rules),
+    )
+    sizes = ProgramSizes(
+        num_slots=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        max_rounds=config.scheduler.rounds_per_dispatch,
+        max_model_len=memory.max_model_len,
+        num_pages=memory.num_pages,
+        table_width=-(-memory.max_model_len // page_format.page_size),
+    )
+    return sizes, memory
+
+
+def _scheduler(
+    config: EngineConfig, sizes: ProgramSizes, page_format: PageFormat, eos_token_ids: tuple[int, ...]
+) -> Scheduler:
+    return Scheduler(
+        num_pages=sizes.num_pages,
+        page_size=page_format.page_size,
+        max_num_seqs=sizes.num_slots,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        eos_token_ids=eos_token_ids,
+        rounds_per_dispatch=sizes.max_rounds,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        eviction_policy=config.cache.eviction_policy,
+        preemption_mode=config.cache.preemption_mode,
+        swap_capacity_pages=config.cache.swap_bytes // page_format.page_bytes,
+        max_queued_requests=config.scheduler.max_queued_requests,
+        max_queued_tokens=config.scheduler.max_queued_tokens,
+        token_buckets=sizes.token_buckets,
+    )
+
+
+def shard_bytes(array: jax.Array) -> int:
+    """Bytes of an array on one device."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def open_model(model: str) -> tuple[GGUFFile, str]:

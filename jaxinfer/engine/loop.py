@@ -119,4 +119,7 @@ class Engine:
         if len(self._in_flight) >= self._max_in_flight or (plan is None and self._in_flight):
             pending = self._in_flight.popleft()
             events += self.scheduler.commit(pending.plan, self.runner.collect(pending))
-        return self._board.apply(events, self._clock())
+        outputs = self._board.apply(events, self._clock())
+        if self.runner.num_swapped:
+            self.runner.forget_swapped(self.scheduler.is_live)
+        return outputs

@@ -38,6 +38,11 @@ class PageFormat:
         per_layer = sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(self.layer_shapes(1)))
         return per_layer * self.arch.num_layers
 
+    def num_head_shards(self, rules: MeshRules) -> int:
+        """Devices a page is divided over."""
+        size = rules.mesh.shape["model"]
+        return size if self.arch.num_kv_heads % size == 0 else 1
+
     def axes(self, ndim: int) -> tuple[str | None, ...]:
         """Logical axes of a page array."""
         return tuple("kv_heads" if i == self.op.kv_head_axis else None for i in range(ndim))

@@ -156,6 +156,10 @@ class Scheduler:
         """Whether a sequence is unfinished or a plan is uncommitted."""
         return bool(self._state.sequences or self._in_flight)
 
+    def is_live(self, seq_id: int) -> bool:
+        """Whether the sequence has not ended."""
+        return seq_id in self._state.sequences
+
     def stats(self) -> SchedulerStats:
         """Counts and gauges of now; a copy."""
         state = self._state

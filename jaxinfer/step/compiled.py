@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.model import PageFormat, scrub
+from jaxinfer.model import scrub
 from jaxinfer.step import programs as bodies
 from jaxinfer.step.programs import NUM_ROW_NUMBERS, ProgramContext, PromptHidden
 from jaxinfer.step.slot_state import NUM_ADMISSION_NUMBERS, admit
@@ -82,7 +82,7 @@ class CompileCounter:
         self.num_traces = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **kwargs: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == "/jax/core/compile/jaxpr_trace_duration":
             self.num_traces += 1
 
@@ -99,7 +99,6 @@ class Programs:
         self,
         context: ProgramContext,
         sizes: ProgramSizes,
-        page_format: PageFormat,
         leaves,
         pages,
         state,
@@ -107,7 +106,6 @@ class Programs:
     ):
         self.sizes = sizes
         self._context = context
-        self._page_format = page_format
         self._leaves = _shapes(leaves)
         self._pages = _shapes(pages)
         self._state = _shapes(state)
@@ -167,51 +165,48 @@ class Programs:
     def _lower_decode(self, rows: int):
         body = functools.partial(bodies.decode, self._context, self.sizes.max_rounds)
         packed = self._int32(rows, 1 + self.sizes.table_width)
-        return self._jit(body, (1, 2)).lower(self._leaves, self._pages, self._state, packed, self._int32())
+        outs = (_shardings(self._pages), _shardings(self._state), self.replicated)
+        program = jax.jit(body, donate_argnums=(1, 2), out_shardings=outs)
+        return program.lower(self._leaves, self._pages, self._state, packed, self._int32())
 
     def _lower_mixed(self, tokens: int):
         body = functools.partial(bodies.mixed, self._context, tokens, self.sizes.max_num_batched_tokens)
         packed = self._int32(self.sizes.mixed_rows(tokens), NUM_ROW_NUMBERS + self.sizes.table_width)
-        return self._jit(body, (1, 2)).lower(self._leaves, self._pages, self._state, packed)
+        outs = (_shardings(self._pages), _shardings(self._state), self.replicated, self.replicated)
+        program = jax.jit(body, donate_argnums=(1, 2), out_shardings=outs)
+        return program.lower(self._leaves, self._pages, self._state, packed)
 
     def _lower_admit(self):
         words = NUM_ADMISSION_NUMBERS + self.sizes.max_model_len + self._vocab_row_words
-        return jax.jit(admit, donate_argnums=0).lower(self._state, self._int32(MAX_ADMISSIONS, words))
+        program = jax.jit(admit, donate_argnums=0, out_shardings=_shardings(self._state))
+        return program.lower(self._state, self._int32(MAX_ADMISSIONS, words))
 
     def _lower_score(self):
-        tokens = self.sizes.max_num_batched_tokens
-        hidden = PromptHidden(
-            jax.ShapeDtypeStruct(
-                (tokens, self._context.arch.hidden_size), self._hidden_dtype, sharding=self._context.rules.replicated
-            ),
-            self._int32(tokens),
-        )
-        return jax.jit(
-            functools.partial(bodies.score, self._context), out_shardings=self._context.rules.replicated
-        ).lower(self._leaves, hidden, self._int32())
+        tokens, width = self.sizes.max_num_batched_tokens, self._context.arch.hidden_size
+        dtype = self._context.rebuild(self._leaves).top["embedding"].get_value().dtype
+        x_TD: Any = jax.ShapeDtypeStruct((tokens, width), dtype, sharding=self.replicated)
+        target_T: Any = self._int32(tokens)
+        program = jax.jit(functools.partial(bodies.score, self._context), out_shardings=self.replicated)
+        return program.lower(self._leaves, PromptHidden(x_TD, target_T), self._int32())
 
     def _lower_scrub(self):
-        return jax.jit(scrub, donate_argnums=0).lower(self._pages, self._int32(COPY_PAGES))
+        program = jax.jit(scrub, donate_argnums=0, out_shardings=_shardings(self._pages))
+        return program.lower(self._pages, self._int32(COPY_PAGES))
 
     def _lower_copy_out(self):
-        return jax.jit(bodies.copy_out).lower(self._pages, self._int32(COPY_PAGES))
+        program = jax.jit(bodies.copy_out, out_shardings=_shardings(self._pages))
+        return program.lower(self._pages, self._int32(COPY_PAGES))
 
     def _lower_copy_in(self):
         values = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((COPY_PAGES, *a.shape[1:]), a.dtype, sharding=a.sharding), self._pages
         )
-        return jax.jit(bodies.copy_in, donate_argnums=0).lower(self._pages, self._int32(COPY_PAGES), values)
+        program = jax.jit(bodies.copy_in, donate_argnums=0, out_shardings=_shardings(self._pages))
+        return program.lower(self._pages, self._int32(COPY_PAGES), values)
 
-    @property
-    def _hidden_dtype(self):
-        return self._context.rebuild(self._leaves).top["embedding"].get_value().dtype
 
-    def _jit(self, body, donate: tuple[int, ...]):
-        """News and hidden states are replicated; pages and slots keep the shardings they came in."""
-        replicated = self._context.rules.replicated
-        keep = (jax.tree.map(lambda a: a.sharding, self._pages), jax.tree.map(lambda a: a.sharding, self._state))
-        num_news = 2 if body.func is bodies.mixed else 1
-        return jax.jit(body, donate_argnums=donate, out_shardings=(*keep, *(replicated,) * num_news))
+def _shardings(tree):
+    return jax.tree.map(lambda a: a.sharding, tree)
 
 
 def _shapes(tree):

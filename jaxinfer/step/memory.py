@@ -46,7 +46,7 @@ class MemoryPlan:
         return asdict(self)
 
 
-def free_bytes(device: jax.Device) -> int:
+def free_bytes(device: Any) -> int:
     """Bytes that may be used on a device."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats:
@@ -63,7 +63,7 @@ def free_bytes(device: jax.Device) -> int:
 
 def plan_memory(
     *,
-    device: jax.Device,
+    device: Any,
     page_format: PageFormat,
     weight_bytes: int,
     temporary_bytes: int,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,9 +133,9 @@ class Runner:
             )
         return StepTokens(tuple(rows))
 
-    def forget_swapped(self, live_seq_ids: Mapping[int, Any] | set[int]) -> None:
+    def forget_swapped(self, is_live: Callable[[int], bool]) -> None:
         """Drops host copies of sequences that have ended."""
-        for seq_id in [s for s in self._swapped if s not in live_seq_ids]:
+        for seq_id in [s for s in self._swapped if not is_live(s)]:
             del self._swapped[seq_id]
 
     @property

@@ -1,0 +1,139 @@
+"""Model T: a two-layer decoder with random weights and a 512-token byte-level vocabulary, for tests of everything above it.
+
+    loaded = tiny_engine(max_num_seqs=2)             # compiled and ready in a few seconds
+    outputs = run_greedy(loaded, [[10, 11], [12]], max_tokens=8)
+
+Its weights come from one seed and are the same on every mesh and in either weight order of the same seed's draw.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from text.small_vocabulary import CONTROL, MERGES, USER_DEFINED, small_tokenizer, spelling
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.load import LoadedEngine, build_engine, make_mesh
+from jaxinfer.model import Architecture, Decoder, MeshRules, ModelParams, random_params
+from jaxinfer.request import Request, RequestOutput, SamplingParams
+from jaxinfer.text import Tokenizer
+from jaxinfer.text.byte_level import BYTE_TO_CHAR
+
+VOCAB_SIZE = 512
+MAX_POSITIONS = 256
+HEAD_SCALE = 10.0  # of the head's rows: without it logits are all but equal, and ties would hide mistakes
+
+
+def tiny_architecture(**changes: Any) -> Architecture:
+    """Sizes of model T; `changes` replace fields."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "max_positions": MAX_POSITIONS,
+        "is_tied": False,
+    }
+    return Architecture(**(fields | changes))
+
+
+def tiny_mesh(data: int = 1, model: int = 1) -> MeshRules:
+    """A mesh of the first data x model devices."""
+    return MeshRules(make_mesh(EngineConfig.from_flat(data_parallel_size=data, tensor_parallel_size=model)))
+
+
+def tiny_params(
+    arch: Architecture, rules: MeshRules, *, order: str = "in_out", dtype: Any = jnp.float32, seed: int = 0
+) -> ModelParams:
+    """Random parameters whose logits spread over several nats, so that greedy text varies."""
+    params = random_params(functools.partial(_decoder, arch, order, dtype), rules, seed)
+    name = "embedding" if arch.is_tied else "head"
+    leaf = params.top[name]
+    value = leaf.get_value()
+    params.top[name] = leaf.replace(jax.device_put(value * jnp.asarray(HEAD_SCALE, value.dtype), value.sharding))
+    return params
+
+
+@functools.cache
+def tiny_tokenizer() -> Tokenizer:
+    """`small_vocabulary` with pairs of letters merged as well, up to 512 tokens; every id has a text."""
+    num_pairs = VOCAB_SIZE - len(CONTROL) - len(USER_DEFINED) - 256 - len(MERGES)
+    pairs = itertools.product(b"acefgjkmnopqrsuvxyz", b"acefgjkmopqrsuvxyz")
+    merges = [*MERGES, *((bytes([a]), bytes([b])) for a, b in itertools.islice(pairs, num_pairs))]
+    assert len({a + b for a, b in merges}) == len(merges) == num_pairs + len(MERGES)
+    return small_tokenizer(
+        tokens=[*CONTROL, *USER_DEFINED, *BYTE_TO_CHAR, *(spelling(a + b) for a, b in merges)],
+        token_type=[3] * len(CONTROL) + [4] * len(USER_DEFINED) + [1] * (256 + len(merges)),
+        merges=[f"{spelling(a)} {spelling(b)}" for a, b in merges],
+    )
+
+
+def tiny_engine(
+    *,
+    arch: Architecture | None = None,
+    order: str = "in_out",
+    dtype: Any = jnp.float32,
+    weight_seed: int = 0,
+    data: int = 1,
+    model: int = 1,
+    max_in_flight: int = 2,
+    params: ModelParams | None = None,
+    **options: Any,
+) -> LoadedEngine:
+    """A ready engine around model T.
+
+    Args:
+      arch: None for `tiny_architecture()`.
+      weight_seed: of the weights; `seed` is the engine's own.
+      data, model: mesh sizes; there are four virtual devices.
+      params: weights to use instead of random ones.
+      **options: fields of `EngineConfig`'s parts: page_size, num_pages, preemption_mode, rounds_per_dispatch, max_num_seqs,
+        max_num_batched_tokens, enable_prefix_caching, eviction_policy, max_model_len, attention, warm_up and others.
+    """
+    defaults = {"page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32, "rounds_per_dispatch": 4}
+    config = EngineConfig.from_flat(
+        data_parallel_size=data,
+        tensor_parallel_size=model,
+        compilation_cache="",
+        **(defaults | options),
+    )
+    arch = arch or tiny_architecture()
+    rules = MeshRules(make_mesh(config))
+    if params is None:
+        params = tiny_params(arch, rules, order=order, dtype=dtype, seed=weight_seed)
+    return build_engine(config, arch, params, tiny_tokenizer(), rules, max_in_flight=max_in_flight)
+
+
+def tiny_request(request_id: str, prompt: Sequence[int], params: SamplingParams, *, seed: int = 0) -> Request:
+    """A request of token ids."""
+    return Request(request_id=request_id, prompt_token_ids=tuple(prompt), params=params, seed=seed)
+
+
+def run_all(loaded: LoadedEngine, requests: Sequence[Request]) -> list[RequestOutput]:
+    """Submits the requests together and turns the loop until all have finished; outputs in their order."""
+    for request in requests:
+        loaded.engine.submit(request)
+    finished: dict[str, RequestOutput] = {}
+    while loaded.engine.has_work():
+        finished |= {out.request_id: out for out in loaded.engine.step() if out.finished}
+    return [finished[request.request_id] for request in requests]
+
+
+def run_greedy(
+    loaded: LoadedEngine, prompts: Sequence[Sequence[int]], *, max_tokens: int = 16, **params: Any
+) -> list[RequestOutput]:
+    """Greedy outputs of prompts run together; end-of-sequence ids are ignored unless `params` say otherwise."""
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | params))
+    return run_all(loaded, [tiny_request(f"tiny-{i}", prompt, sampling) for i, prompt in enumerate(prompts)])
+
+
+def _decoder(arch: Architecture, order: str, dtype: Any, rngs: Any) -> Decoder:
+    return Decoder(arch, order=order, dtype=dtype, rngs=rngs)
