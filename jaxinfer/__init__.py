@@ -1,6 +1,7 @@
 """jaxinfer: LLM inference in JAX. `LLM` generates, `SamplingParams` says how, `RequestOutput` is what comes back.
 
-Names are loaded when first used, so that a command answers `--help` without importing jax.
+Names are loaded when first used, so that a command answers `--help` without importing jax. `__init__.pyi` beside this
+file gives type checkers the same names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import Any
 
 from jaxinfer.version import __version__
 
+# Off in this file: `__getattr__` makes the names of `__all__`, and pyright looks for assignments.
+# pyright: reportUnsupportedDunderAll=false
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 

@@ -31,7 +31,10 @@ ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "xla")
 
 
 def cache_folder() -> Path:
-    """Folder for the built-in model and compiled programs: `JAXINFER_CACHE`, else `XDG_CACHE_HOME/jaxinfer`, else `~/.cache/jaxinfer`."""
+    """Folder for the built-in model and compiled programs.
+
+    It is `JAXINFER_CACHE`, else `XDG_CACHE_HOME/jaxinfer`, else `~/.cache/jaxinfer`.
+    """
     given = os.environ.get("JAXINFER_CACHE")
     if given:
         return Path(given)
@@ -45,8 +48,8 @@ class ModelConfig:
     Attributes:
       model: `builtin`, or the path of a GGUF file.
       tokenizer: path of another GGUF file whose tokenizer to use; None takes the model's own.
-      dtype: of weights and activations: `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`; `float16`
-        and `fp16` mean bfloat16.
+      dtype: of weights and activations: `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`;
+        `float16` and `fp16` mean bfloat16.
       kv_cache_dtype: of cached keys and values: `auto` (as `dtype`), `float32` or `bfloat16`.
       max_model_len: most positions of a sequence; None takes the model's own limit, or what fits.
       chat_template: path of a jinja file; None takes the model's own.
@@ -136,7 +139,8 @@ class ParallelConfig:
     """The device mesh ("data", "model").
 
     Attributes:
-      tensor_parallel_size: devices along "model"; heads, feed-forward width and vocabulary are divided where they divide.
+      tensor_parallel_size: devices along "model"; heads, feed-forward width and vocabulary are divided where they
+        divide.
       data_parallel_size: devices along "data"; the query tokens of a step are divided.
     """
 

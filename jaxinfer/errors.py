@@ -1,7 +1,7 @@
 """Every error a user can meet, one class each.
 
-The message says what was given, what was allowed and what to do. `status` is the HTTP status the server answers with, so
-that no other table of statuses exists. Our own bugs are `assert`, never one of these.
+The message says what was given, what was allowed and what to do. `status` is the HTTP status the server answers with,
+so that no other table of statuses exists. Our own bugs are `assert`, never one of these.
 """
 
 

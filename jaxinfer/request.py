@@ -1,7 +1,7 @@
 """What a user asks for and what comes back: sampling parameters, requests, outputs and their metrics.
 
-Standard library only. Every field of `SamplingParams` is applied by the engine or refused here by name; none is ignored.
-Limits are those that bound the arrays of the compiled programs.
+Standard library only. Every field of `SamplingParams` is applied by the engine or refused here by name; none is
+ignored. Limits are those that bound the arrays of the compiled programs.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class SamplingParams:
       ignore_eos: go on past the end-of-sequence token.
       max_tokens: most output tokens; None means as many as fit.
       min_tokens: no end-of-sequence or stop id before this many output tokens.
-      logprobs: None, or how many of the likeliest tokens to report at each output position (0: the chosen one alone). Values
-        are of the model's own distribution, before temperature, filters and penalties.
+      logprobs: None, or how many of the likeliest tokens to report at each output position (0: the chosen one alone).
+        Values are of the model's own distribution, before temperature, filters and penalties.
       prompt_logprobs: the same for the prompt's positions.
       seed: in [0, 2**63); None draws one. A seeded answer does not depend on the batch it ran in.
       logit_bias: {token id: bias in [-100, 100]}.
       allowed_token_ids: only these ids may be chosen.
-      bad_words: words that may not be produced.
+      bad_words: words that may not be produced; about 32, for at most 64 token sequences are kept and most words need
+        two (spelt with and without a space before).
       skip_special_tokens: leave control tokens out of the text.
       spaces_between_special_tokens: put a space between neighbouring control tokens in the text.
       detokenize: give text as well as ids.
@@ -184,7 +185,14 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
-    return _strings(name, value, MAX_BAD_WORDS, MAX_STOP_CHARS)
+    words = _strings(name, value, INT32_MAX, MAX_STOP_CHARS)
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(words)} words; at most {MAX_BAD_WORDS} token sequences are allowed, and most words "
+            f"need two (spelt with and without a space before); give at most {MAX_BAD_WORDS // 2}",
+            name,
+        )
+    return words
 
 
 def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -208,11 +216,10 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
         raise RequestError(f"logit_bias has {len(value)} entries; at most {MAX_LOGIT_BIAS} are allowed", name)
     out: dict[int, float] = {}
     for key, bias in value.items():
-        if isinstance(key, str) and key.isascii() and key.isdigit():
-            key = int(key)
-        _integer("logit_bias", key, 0, INT32_MAX)
+        token_id: Any = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        _integer("logit_bias", token_id, 0, INT32_MAX)
         _number("logit_bias", bias, -100.0, 100.0)
-        out[key] = float(bias)
+        out[token_id] = float(bias)
     return out
 
 
@@ -377,12 +384,16 @@ class RequestOutput:
             "request_id": self.request_id,
             "prompt": self.prompt,
             "prompt_token_ids": list(self.prompt_token_ids),
+            "prompt_logprobs": None
+            if self.prompt_logprobs is None
+            else [None if at is None else _logprobs_dict(at) for at in self.prompt_logprobs],
             "finished": self.finished,
             "outputs": [
                 {
                     "index": o.index,
                     "text": o.text,
                     "token_ids": list(o.token_ids),
+                    "logprobs": None if o.logprobs is None else [_logprobs_dict(at) for at in o.logprobs],
                     "cumulative_logprob": o.cumulative_logprob,
                     "finish_reason": o.finish_reason,
                     "stop_reason": o.stop_reason,
@@ -391,3 +402,11 @@ class RequestOutput:
                 for o in self.outputs
             ],
         }
+
+
+def _logprobs_dict(position: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:
+    """One position's tokens, likeliest order kept; keys are text since JSON has no others."""
+    return {
+        str(token_id): {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}
+        for token_id, found in position.items()
+    }

@@ -280,7 +280,8 @@ def make_mesh(config: EngineConfig) -> Mesh:
     devices = jax.devices()
     if data * model > len(devices):
         raise ConfigError(
-            f"tensor_parallel_size {model} x data_parallel_size {data} needs {data * model} devices; there are {len(devices)} ({devices[0].platform})"
+            f"tensor_parallel_size {model} x data_parallel_size {data} needs {data * model} devices; "
+            f"there are {len(devices)} ({devices[0].platform})"
         )
     return Mesh(np.array(devices[: data * model]).reshape(data, model), ("data", "model"))
 

@@ -2,8 +2,8 @@
 
     plan n+1 ─► submit n+1 ─► (device runs n) ─► collect n ─► commit n ─► outputs
 
-One program is always queued ahead of the host: while the device runs step n+1 the host reads and commits step n and plans
-n+2. One thread only; a server runs it in a thread of its own and talks to it through queues.
+One program is always queued ahead of the host: while the device runs step n+1 the host reads and commits step n and
+plans n+2. One thread only; a server runs it in a thread of its own and talks to it through queues.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ class Architecture:
       rope_theta: base of the rotary frequencies.
       rope_scaling: None for plain rotary embedding.
       is_tied: the output head is the embedding table.
-      layer_windows: per layer, positions a query sees (sliding window), or None for all. An empty tuple means None everywhere.
+      layer_windows: per layer, positions a query sees (sliding window), or None for all. An empty tuple means None
+        everywhere.
     """
 
     vocab_size: int

@@ -1,4 +1,7 @@
-"""Self-attention over pages: projections, rotation, the write of new keys and values, and the op over each device's own heads."""
+"""Self-attention over pages: projections, rotation, the write of new keys and values, and the op.
+
+Each device runs the op over its own heads.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ class AttentionInput(NamedTuple):
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query attention. Queries, keys and values are one product, laid out by KV head so that heads shard together."""
+    """Grouped-query attention.
+
+    Queries, keys and values are one product, laid out by KV head so that heads shard together.
+    """
 
     def __init__(self, arch: Architecture, *, order: str, dtype, rngs: nnx.Rngs):
         d, k, g, h = arch.hidden_size, arch.num_kv_heads, arch.group_size, arch.head_dim

@@ -1,7 +1,7 @@
 """The decoder: embedding, unrolled layers, final norm, head. Modules say what there is; the functions below are pure.
 
-Layers are unrolled (a scan copies each layer's weights out of a stack), yet traced once: every layer has the same static
-graph, and `LayerCall` lets the caller hand in a cached version of `run_layer`.
+Layers are unrolled (a scan copies each layer's weights out of a stack), yet traced once: every layer has the same
+static graph, and `LayerCall` lets the caller hand in a cached version of `run_layer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A matrix product whose stored order is chosen by measurement: [in, out] or [out, in] (which is faster depends on the machine)."""
+"""A matrix product whose stored order is chosen by measurement: [in, out] or [out, in].
+
+Which is faster depends on the machine.
+"""
 
 from __future__ import annotations
 

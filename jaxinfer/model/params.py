@@ -1,7 +1,8 @@
 """Parameters: declared once inside the modules, then flat arrays.
 
-A module declares each parameter by `declare(...)`: shape, logical axes and initial scale. From that one declaration come the
-abstract tree (loading), random values (tests) and shardings. After `nnx.split` nothing but arrays and a static graph remains.
+A module declares each parameter by `declare(...)`: shape, logical axes and initial scale. From that one declaration
+come the abstract tree (loading), random values (tests) and shardings. After `nnx.split` nothing but arrays and a static
+graph remains.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def fill(abstract: ModelParams, rules: MeshRules, value_of: Callable[[str, Any],
         name = prefix + "".join(f".{k}" for k in path)
         struct = leaf.get_value()
         value = value_of(name, struct)
-        assert value.shape == struct.shape and value.dtype == struct.dtype, (name, value.shape, value.dtype, struct)
+        assert (value.shape, value.dtype) == (struct.shape, struct.dtype), (name, value.shape, value.dtype, struct)
         array = jax.device_put(value, rules.sharding(struct.shape, leaf.get_metadata()["axes"]))
         return leaf.replace(array)
 

@@ -1,6 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves rotated against each other as in Llama's public weights.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-Phases are float32 from int32 positions whatever the activations' dtype: in bfloat16 they are off by 0.86 at position 257.
+Halves are rotated against each other, as in Llama's public weights. Phases are float32 from int32 positions whatever
+the activations' dtype: in bfloat16 they are off by 0.86 at position 257.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ def phases(arch: Architecture, position_T: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def rotate(x, cos_TH, sin_TH):
-    """Rotates [T, ..., H] by the phases of its token; computed in float32, returned in x's dtype."""
+    """Rotates [T, ..., H] by the phases of its token; computed in float32, returned in x's dtype.
+
+    Written as x * cos + swapped halves * signed sin: XLA's CPU back end fuses a reversal, and not a concatenation.
+    """
     extra = (1,) * (x.ndim - 2)
-    cos = cos_TH.reshape(cos_TH.shape[0], *extra, cos_TH.shape[1])
-    sin = sin_TH.reshape(cos.shape)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos_TH.shape[1]
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
+    cos = cos_TH.reshape(cos_TH.shape[0], *extra, 1, half)
+    signed_sin = jnp.stack([-sin_TH, sin_TH], axis=1).reshape(cos_TH.shape[0], *extra, 2, half)
+    return (halves * cos + halves[..., ::-1, :] * signed_sin).reshape(x.shape).astype(x.dtype)

@@ -2,8 +2,9 @@
 
     Scheduler.plan() -> StepPlan -> (device) -> StepTokens -> Scheduler.commit(plan, tokens) -> list[TokenEvent]
 
-Plans are executed in the order they were made. One plan may be in flight while the next is made, so a plan never depends
-on tokens the host has not seen: a decode row names only its slot, and the device knows the slot's last token and position.
+Plans are executed in the order they were made. One plan may be in flight while the next is made, so a plan never
+depends on tokens the host has not seen: a decode row names only its slot, and the device knows the slot's last token
+and position.
 """
 
 from __future__ import annotations
@@ -84,9 +85,11 @@ class StepPlan:
 
     Attributes:
       step_id: counts up from 0.
-      kind: "mixed" (some row is a prefill chunk; every row one pass) or "decode" (all rows decode, `num_rounds` rounds).
+      kind: "mixed" (some row is a prefill chunk; every row one pass) or "decode" (all rows decode, `num_rounds`
+        rounds).
       rows: never empty, unless only swaps or scrubs are to be done.
-      page_table: int32 [len(rows), table width]; unused entries are NULL_PAGE. A fresh array per plan, never written again.
+      page_table: int32 [len(rows), table width]; unused entries are NULL_PAGE. A fresh array per plan, never written
+        again.
       num_rounds: tokens per row at most; 1 in a mixed step.
       scrub_page_ids: pages to fill with zeros: they may hold non-finite values.
     """
@@ -128,8 +131,8 @@ class RowTokens:
     Attributes:
       token_ids: the tokens sampled, 0 to num_rounds of them; a row whose slot was already frozen brings none.
       logprobs: one per token, or empty when the request did not ask.
-      prompt_logprobs: of the chunk's positions start+1 .. start+num_tokens (the token at position p is scored by the model's
-        output at p-1; the last entry of a prompt's final chunk has no token and is left out), or empty.
+      prompt_logprobs: of the chunk's positions start+1 .. start+num_tokens (the token at position p is scored by the
+        model's output at p-1; the last entry of a prompt's final chunk has no token and is left out), or empty.
       is_bad: the logits were not finite; the tokens mean nothing.
     """
 
@@ -154,7 +157,8 @@ class TokenEvent:
       index: which of the request's n choices.
       token_ids: new output tokens, the one that ends the sequence included; none past it.
       logprobs, prompt_logprobs: as in `RowTokens`, cut in the same way.
-      finish_reason: None, "stop" (end of sequence or stop id), "length", "timeout" (deadline) or "error" (non-finite logits).
+      finish_reason: None, "stop" (end of sequence or stop id), "length", "timeout" (deadline) or "error" (non-finite
+        logits).
       stop_token_id: the id of `stop_token_ids` that ended it, or None.
       first_scheduled_time: seconds on the scheduler's clock, or None when it was never scheduled.
       cached_tokens: prompt tokens read from the prefix cache when it was first admitted.

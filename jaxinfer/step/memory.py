@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.model import PageFormat
@@ -97,8 +96,8 @@ def plan_memory(
     if num_pages is not None:
         if num_pages > fits:
             raise ConfigError(
-                f"num_pages is {num_pages} ({num_pages * page_bytes:,} bytes); {fits} fit in memory_utilization {memory_utilization} "
-                f"of {device_bytes:,} bytes; ask for fewer or raise memory_utilization"
+                f"num_pages is {num_pages} ({num_pages * page_bytes:,} bytes); {fits} fit in memory_utilization "
+                f"{memory_utilization} of {device_bytes:,} bytes; ask for fewer or raise memory_utilization"
             )
         fits, bound_by = num_pages, "num_pages"
     elif device.platform == "cpu":

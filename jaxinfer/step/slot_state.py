@@ -66,7 +66,7 @@ def admit(state: SlotState, packed_AX: jax.Array) -> SlotState:
       packed_AX: int32; per row: slot (the number of slots for an unused row), num_tokens, num_prompt_tokens,
         max_total_tokens, the history [L], the packed sampling parameters.
     """
-    num_slots, max_len = state.history_SL.shape
+    max_len = state.history_SL.shape[1]
     slot_A, num_tokens_A, num_prompt_A, max_total_A = (packed_AX[:, i] for i in range(NUM_ADMISSION_NUMBERS))
     history_AL = packed_AX[:, NUM_ADMISSION_NUMBERS : NUM_ADMISSION_NUMBERS + max_len]
     counts_AV = jax.vmap(row_from_history, in_axes=(0, 0, 0, None))(

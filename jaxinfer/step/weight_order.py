@@ -30,7 +30,8 @@ def choose_weight_order(arch: Architecture, dtype, memory_file: Path | None) -> 
     """
     if jax.default_backend() != "cpu":
         return "in_out"
-    key = f"{platform.machine()} {_cpu_name()} {os.cpu_count()} {arch.hidden_size}x{arch.intermediate_size} {jnp.dtype(dtype).name} jax {jax.__version__}"
+    machine = f"{platform.machine()} {_cpu_name()} {os.cpu_count()} cores, jax {jax.__version__}"
+    key = f"{machine}: {arch.hidden_size}x{arch.intermediate_size} {jnp.dtype(dtype).name}"
     known = _read(memory_file)
     if key not in known:
         seconds = {order: _measure(arch, dtype, order) for order in ("in_out", "out_in")}
@@ -40,7 +41,7 @@ def choose_weight_order(arch: Architecture, dtype, memory_file: Path | None) -> 
 
 
 def _measure(arch: Architecture, dtype, order: str) -> float:
-    """Seconds of the feed-forward products at several row counts, each count weighing the same as a share of its own best."""
+    """Time of the feed-forward products at several row counts, each weighed so that none outweighs the others."""
     f, d = 2 * arch.intermediate_size, arch.hidden_size
     shape, contract = ((d, f), 0) if order == "in_out" else ((f, d), 1)
     copies = [jax.device_put(np.full(shape, 0.01, jnp.dtype(dtype))) for _ in range(4)]

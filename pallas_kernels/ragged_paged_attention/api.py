@@ -22,6 +22,7 @@ def get_attention(name: str, platform: str) -> AttentionOp:
         return IMPLEMENTATIONS["xla"]  # every platform's default until it has a kernel of its own
     if name not in IMPLEMENTATIONS:
         raise NotImplementedError(
-            f"attention implementation {name!r} is not built for {platform}; there are: auto, {', '.join(IMPLEMENTATIONS)}"
+            f"attention implementation {name!r} is not built for {platform}; "
+            f"there are: auto, {', '.join(IMPLEMENTATIONS)}"
         )
     return IMPLEMENTATIONS[name]

@@ -7,8 +7,11 @@ One contract for prefill chunks, single-token decodes and verified drafts: row b
     query_start:  0      3   4         8
     context_len:  9      17  4                      row 0 computes positions 6, 7, 8 of 9
 
-An implementation owns its page layout: only `page_shapes`, `write` and `attend` know it. What depends on the batch but not
-on the layer is worked out once per step by `prepare`.
+Pages that a row owns hold finite values everywhere, also where nothing was written yet: fresh pages are zero, and the engine
+scrubs pages that may hold anything else before they are used again. Pages that no row of the batch owns may hold anything.
+
+An implementation owns its page layout: only `page_shapes`, `write` and `attend` know it. What depends on the batch but
+not on the layer is worked out once per step by `prepare`.
 """
 
 from __future__ import annotations
@@ -45,11 +48,12 @@ class AttentionOp:
       name: as asked for by the user.
       default_page_size: positions per page this implementation likes best.
       kv_head_axis: axis of every page array that counts KV heads, for sharding.
-      page_shapes: (num_pages, num_kv_heads, head_dim, page_size, dtype) -> pytree of ShapeDtypeStruct, one layer's pages.
+      page_shapes: (num_pages, num_kv_heads, head_dim, page_size, dtype) -> pytree of ShapeDtypeStruct, one layer's
+        pages.
       write: (pages, k_TKH, v_TKH, page_T, offset_T) -> pages. Every token's key and value go to (page, offset); padding
         tokens name page 0. In place when the pages are donated.
-      prepare: (batch, *, num_tokens, max_query_len, page_size, sliding_window) -> Work. `num_tokens` is T; `max_query_len`
-        bounds every row's query tokens, and 1 promises that row b's token is token b.
+      prepare: (batch, *, num_tokens, max_query_len, page_size, sliding_window) -> Work. `num_tokens` is T;
+        `max_query_len` bounds every row's query tokens, and 1 promises that row b's token is token b.
       attend: (q_TKGH, pages, work, *, scale, soft_cap) -> out_TKGH in q's dtype; scores and sums in float32. Outputs of
         padding tokens are finite and mean nothing. Query position p sees key positions in (p - sliding_window, p].
     """

@@ -1,4 +1,7 @@
-"""The op, slow and obvious: gathers every row's whole context and masks. Written before the fast ones; shares no helper with them."""
+"""The op, slow and obvious: gathers every row's whole context and masks.
+
+Written before the fast ones; shares no helper with them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Llama and everything stored under GGUF's architecture name `llama` (SmolLM2 among them).
 
-GGUF stores query and key rows so that neighbours are rotated against each other; ours, like the original checkpoints, rotates
-halves, so those rows are put back in order here.
+GGUF stores query and key rows so that neighbours are rotated against each other; ours, like the original checkpoints,
+rotates halves, so those rows are put back in order here.
 """
 
 from __future__ import annotations
