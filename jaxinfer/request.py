@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from jaxinfer.errors import RequestError, UnsupportedParam
@@ -384,16 +384,14 @@ class RequestOutput:
             "request_id": self.request_id,
             "prompt": self.prompt,
             "prompt_token_ids": list(self.prompt_token_ids),
-            "prompt_logprobs": None
-            if self.prompt_logprobs is None
-            else [None if at is None else _logprobs_dict(at) for at in self.prompt_logprobs],
+            "prompt_logprobs": _logprob_dicts(self.prompt_logprobs),
             "finished": self.finished,
             "outputs": [
                 {
                     "index": o.index,
                     "text": o.text,
                     "token_ids": list(o.token_ids),
-                    "logprobs": None if o.logprobs is None else [_logprobs_dict(at) for at in o.logprobs],
+                    "logprobs": _logprob_dicts(o.logprobs),
                     "cumulative_logprob": o.cumulative_logprob,
                     "finish_reason": o.finish_reason,
                     "stop_reason": o.stop_reason,
@@ -404,9 +402,6 @@ class RequestOutput:
         }
 
 
-def _logprobs_dict(position: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:
-    """One position's tokens, likeliest order kept; keys are text since JSON has no others."""
-    return {
-        str(token_id): {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}
-        for token_id, found in position.items()
-    }
+def _logprob_dicts(positions: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+    """Each position's tokens in their order; keys are text, since JSON has no others."""
+    return positions and [at and {str(token_id): asdict(found) for token_id, found in at.items()} for at in positions]

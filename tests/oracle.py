@@ -1,6 +1,6 @@
 """The plain loop every engine test is measured by: numpy float64, one sequence, the whole context anew for every token.
 
-No pages, no cache, no batch, no jax: it shares nothing with the product but the weights' layout, which it reads by name:
+No pages, no cache, no batch, no jax: it shares nothing with the product but the weights' layout, read by name:
 
     layers.<i>.attention.qkv.weight   [D, K, G + 2, H]   queries, key and value of each KV head
     layers.<i>.attention.out.weight   [K, G, H, D]

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from text.small_vocabulary import CONTROL, MERGES, USER_DEFINED, small_tokenizer, spelling
+from text.small_vocabulary import CONTROL, MERGES, USER_DEFINED, small_metadata, spelling
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.load import LoadedEngine, build_engine, make_mesh
@@ -67,13 +67,18 @@ def tiny_params(
 
 @functools.cache
 def tiny_tokenizer() -> Tokenizer:
-    """`small_vocabulary` with pairs of letters merged as well, up to 512 tokens; every id has a text."""
+    """The tokenizer of `tiny_metadata`; every id has a text."""
+    return Tokenizer.from_gguf_metadata(tiny_metadata(), "tiny.gguf")
+
+
+def tiny_metadata() -> dict[str, Any]:
+    """`small_metadata` with pairs of letters merged as well, up to 512 tokens."""
     num_pairs = VOCAB_SIZE - len(CONTROL) - len(USER_DEFINED) - 256 - len(MERGES)
     known = {a + b for a, b in MERGES}
     letters = [bytes([c]) for c in b"acefgjkmnopqrsuvxyz"]
     pairs = [(a, b) for a in letters for b in letters if a + b not in known]
     merges = [*MERGES, *pairs[:num_pairs]]
-    return small_tokenizer(
+    return small_metadata(
         tokens=[*CONTROL, *USER_DEFINED, *BYTE_TO_CHAR, *(spelling(a + b) for a, b in merges)],
         token_type=[3] * len(CONTROL) + [4] * len(USER_DEFINED) + [1] * (256 + len(merges)),
         merges=[f"{spelling(a)} {spelling(b)}" for a, b in merges],

@@ -71,7 +71,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def best_seconds(call: Callable[[], jax.Array], num_tries: int, calls_per_try: int = 1) -> float:
-    """Least time of a call, its result ready, after one that is not counted; each try is the mean of several in a row."""
+    """Least time of a call, its result ready, after one that is not counted; a try is the mean of several in a row."""
     jax.block_until_ready(call())
     return min(_seconds(call, calls_per_try) / calls_per_try for _ in range(num_tries))
 

@@ -1,6 +1,6 @@
 """`bench start`: how long a person waits for the first text, from the start of the process.
 
-Each start is a process of its own: `python -m jaxinfer.generate PROMPT`. What is timed runs from just before the process
+Each start is a process of its own: `python -m jaxinfer.generate PROMPT`. The time runs from just before the process
 is made to the first byte on its standard output: the interpreter, imports, weights, compiled programs from the cache
 (or compiling, when cold), prefill, first token. The rest of the answer, and the exit, are not counted.
 """

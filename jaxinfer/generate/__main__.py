@@ -6,14 +6,16 @@ Ctrl-C, 141 when the reader of the standard output went away.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import JaxInferError
-from jaxinfer.generate.flags import Options, parse, usage_error
+from jaxinfer.generate.flags import Command, Options, parse, usage_error
 from jaxinfer.generate.prompts import Messages, Prompt, read_prompts
 from jaxinfer.generate.show import Screen
 from jaxinfer.request import RequestOutput, SamplingParams
@@ -57,11 +59,18 @@ def answer(options: Options) -> None:
     engine = engine_options(options.engine, len(prompts) * params.n)
     EngineConfig.from_flat(**engine)
 
-    # After parsing and checking: this imports jax.
-    from jaxinfer.engine.llm import LLM
-
     screen = Screen(sys.stdout, sys.stderr)
-    llm = LLM(**engine, use_tqdm=screen.is_terminal)
+    with interrupts_call(leave_at_once):
+        # After parsing and checking: this imports jax.
+        from jaxinfer.engine.llm import LLM
+
+        llm = LLM(**engine, use_tqdm=screen.is_terminal)
+    with interrupts_call(raise_once):
+        show_answers(llm, prompts, params, command, screen)
+
+
+def show_answers(llm: Any, prompts: Sequence[Prompt], params: SamplingParams, command: Command, screen: Screen) -> None:
+    """Runs a loaded model and shows what it says: one prompt as a stream, several as a batch."""
     if len(prompts) == 1 and params.n == 1 and command.stream and not command.json:
         (prompt,) = prompts
         screen.stream(llm.stream(prompt, params) if isinstance(prompt, str) else llm.stream_chat(prompt, params))
@@ -92,6 +101,33 @@ def run_batch(llm: Any, prompts: Sequence[Prompt], params: SamplingParams, use_t
         list: iter(llm.chat(chats, params, use_tqdm=use_tqdm) if chats else ()),
     }
     return [next(answered[type(p)]) for p in prompts]
+
+
+@contextlib.contextmanager
+def interrupts_call(handler: Callable[..., None]) -> Iterator[None]:
+    """Within it Ctrl-C calls `handler`, unless whoever started the command had it ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def leave_at_once(*_: Any) -> None:
+    """Ends the process. While a model is made there is nothing to put in order, and threads that compile take minutes.
+
+    An exception would not do: jax imports and collects garbage in callbacks that swallow it.
+    """
+    os.write(sys.stderr.fileno(), b"\ninterrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def raise_once(*_: Any) -> None:
+    """The first Ctrl-C aborts the requests; a second one, when that takes too long, ends the process."""
+    signal.signal(signal.SIGINT, leave_at_once)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

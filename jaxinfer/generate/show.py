@@ -6,7 +6,6 @@ The standard output holds answers alone, so that it can be piped; each piece is 
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -75,7 +74,8 @@ class Screen:
 def headline(prompt: Prompt) -> str:
     """A prompt in one short line: its own text, or the last message's."""
     text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
-    return textwrap.shorten(text, HEADER_CHARS, placeholder=" ...") or text[:HEADER_CHARS]
+    line = " ".join(text.split())
+    return line if len(line) <= HEADER_CHARS else line[: HEADER_CHARS - 4].rstrip() + " ..."
 
 
 def metrics_line(answer: CompletionOutput) -> str:
@@ -97,4 +97,5 @@ def summary_line(outputs: Sequence[RequestOutput]) -> str:
     num_tokens = sum(m.output_tokens for m in metrics)
     seconds = max(m.finished_time or m.arrival_time for m in metrics) - min(m.arrival_time for m in metrics)
     rate = f" | {num_tokens / seconds:.1f} tokens/s" if seconds > 0 else ""
-    return f"{len(outputs)} prompts | output {num_tokens} tokens | {seconds:.1f} s{rate}"
+    prompts = "1 prompt" if len(outputs) == 1 else f"{len(outputs)} prompts"
+    return f"{prompts} | output {num_tokens} tokens | {seconds:.1f} s{rate}"

@@ -1,6 +1,6 @@
 """The op in plain XLA, fast on a CPU: work is bounded by the real contexts in the batch, never by the longest allowed.
 
-Keys and values are [P, K, Z, H] each. Two paths share a step:
+Keys are [P, K, H, Z] and values [P, K, Z, H]: decode then sums along neither's last axis. Two paths share a step:
 
   rows with one query token   flat list of (row, page) items, C at a time:
 
@@ -9,9 +9,8 @@ Keys and values are [P, K, Z, H] each. Two paths share a step:
       row    0 0 0 1 | 2 2 2 2       their rows by a one-hot product, so one row with a long
       page   7 4 9 2 | 8 3 8 8       context costs as little as many rows with short ones
 
-  rows with more              tiles of Q query tokens; per tile a loop over its own pages, up to the causal edge. A tile
-                              may spill into the next row's tokens: tiles are written in order, so the next row's tile
-                              overwrites it, and single-token rows are written last.
+  rows with more              tiles of Q query tokens of one row; per tile a loop over that row's pages, up to the causal
+                              edge. What a tile computes for tokens that are not its own is thrown away.
 
 Masks are added, not selected: XLA's CPU back end keeps sums and products in fast fused loops and drops out of them at a
 select. For the same reason a stale value in an owned page is not masked out but must be finite (see `contract.py`).
@@ -29,8 +28,8 @@ from jax import lax
 
 from pallas_kernels.ragged_paged_attention.contract import AttentionOp, RaggedBatch
 
-QUERY_TILE = 128  # query tokens of a prefill tile
-KEY_BLOCK = 128  # key positions of one inner step of a prefill tile
+QUERY_TILE = 256  # query tokens of a prefill tile
+KEY_BLOCK = 256  # key positions of one inner step of a prefill tile
 LOWEST = -1e30  # a finite stand-in for -inf: LOWEST - LOWEST must not be NaN
 
 
@@ -83,16 +82,18 @@ class XlaWork(NamedTuple):
 
 
 def page_shapes(num_pages, num_kv_heads, head_dim, page_size, dtype):
-    """Keys and values, both [P, K, Z, H]."""
-    shape = jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype)
-    return shape, shape
+    """Keys [P, K, H, Z] and values [P, K, Z, H]."""
+    return (
+        jax.ShapeDtypeStruct((num_pages, num_kv_heads, head_dim, page_size), dtype),
+        jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype),
+    )
 
 
 def write(pages, k_TKH, v_TKH, page_T, offset_T):
     """Writes each token's key and value at (page, offset); indices are always in range, so no bounds are checked."""
-    k_PKZH, v_PKZH = pages
+    k_PKHZ, v_PKZH = pages
     return (
-        k_PKZH.at[page_T, :, offset_T].set(k_TKH.astype(k_PKZH.dtype), mode="promise_in_bounds"),
+        k_PKHZ.at[page_T, :, :, offset_T].set(k_TKH.astype(k_PKHZ.dtype), mode="promise_in_bounds"),
         v_PKZH.at[page_T, :, offset_T].set(v_TKH.astype(v_PKZH.dtype), mode="promise_in_bounds"),
     )
 
@@ -172,99 +173,113 @@ def _take(x, index):
     return flat.reshape(index.shape + x.shape[1:])
 
 
+def _exp(x):
+    """exp of float32 x <= 0, to 1e-7 of its value; 0 below -87.
+
+    XLA's CPU back end leaves its own exp scalar inside a fused loop (64 us for 28,000 values against 1 us for this). Range
+    reduction by ln 2 in two parts and a degree-6 polynomial: Cephes, `expf`.
+    """
+    x = jnp.maximum(x, -87.5)
+    n = jnp.round(x * 1.4426950408889634)
+    f = (x - n * 0.693359375) + n * 2.12194440e-4
+    y = jnp.float32(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = y * f + c
+    y = y * f * f + f + 1.0
+    power = lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return jnp.where(x > -87.25, y * power, 0.0)
+
+
 def _cap(scores, soft_cap):
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _attend_single(q_BKGH, pages, items: FlatItems, scale, soft_cap):
     """Decode path. q_BKGH is each row's one query; rows without one get zeros."""
-    k_PKZH, v_PKZH = pages
+    k_PKHZ, v_PKZH = pages
     num_rows, num_kv, group, head_dim = q_BKGH.shape
     chunk = items.chunk_C0.shape[0]
     q_BKGH = q_BKGH.astype(jnp.float32) * scale
     row_B = jnp.arange(num_rows, dtype=jnp.int32)
-    width = num_kv * group * head_dim
 
     def body(j, carry):
-        peak_BKG, sum_BX = carry
+        peak_BKG, total_BKG, acc_BKGH = carry
         page_C, row_C, mask_CZ = (lax.dynamic_slice_in_dim(a, j * chunk, chunk) for a in items[:3])
-        k_CKZH, v_CKZH = _take(k_PKZH, page_C).astype(jnp.float32), _take(v_PKZH, page_C).astype(jnp.float32)
-        s_CKGZ = _cap((_take(q_BKGH, row_C)[:, :, :, None, :] * k_CKZH[:, :, None]).sum(4), soft_cap)
+        k_CKHZ, v_CKZH = _take(k_PKHZ, page_C).astype(jnp.float32), _take(v_PKZH, page_C).astype(jnp.float32)
+        s_CKGZ = _cap((_take(q_BKGH, row_C)[..., None] * k_CKHZ[:, :, None]).sum(3), soft_cap)
         s_CKGZ = s_CKGZ + mask_CZ[:, None, None, :]
-        peak_CKG = s_CKGZ.max(3)
-        p_CKGZ = jnp.exp(s_CKGZ - peak_CKG[..., None])
-        pv_CKGH = (p_CKGZ[..., None] * v_CKZH[:, :, None]).sum(3)
         is_row_BC = row_B[:, None] == row_C[None, :]
-        off_BC = jnp.where(is_row_BC, 0.0, LOWEST).astype(jnp.float32)
-        new_peak_BKG = jnp.maximum(peak_BKG, (peak_CKG[None] + off_BC[:, :, None, None]).max(1))
-        weight_CKG = jnp.exp(peak_CKG - _take(new_peak_BKG, row_C))
-        keep_BKG = jnp.exp(peak_BKG - new_peak_BKG)
-        # Weighted values and weights side by side: one product sums both into their rows.
-        part_CX = _side_by_side(pv_CKGH * weight_CKG[..., None], p_CKGZ.sum(3) * weight_CKG)
-        keep_BX = _side_by_side(jnp.broadcast_to(keep_BKG[..., None], (*keep_BKG.shape, head_dim)), keep_BKG)
-        return new_peak_BKG, sum_BX * keep_BX + is_row_BC.astype(jnp.float32) @ part_CX
+        spread_BCKG = jnp.where(is_row_BC[:, :, None, None], s_CKGZ.max(3)[None], LOWEST)
+        new_peak_BKG = jnp.maximum(peak_BKG, spread_BCKG.max(1))
+        p_CKGZ = _exp(s_CKGZ - _take(new_peak_BKG, row_C)[..., None])
+        pv_CKGH = (p_CKGZ[..., None] * v_CKZH[:, :, None]).sum(3)
+        keep_BKG = _exp(peak_BKG - new_peak_BKG)
+        to_row_BC = is_row_BC.astype(jnp.float32)
+        total_BKG = total_BKG * keep_BKG + (to_row_BC @ p_CKGZ.sum(3).reshape(chunk, -1)).reshape(total_BKG.shape)
+        acc_BKGH = acc_BKGH * keep_BKG[..., None] + (to_row_BC @ pv_CKGH.reshape(chunk, -1)).reshape(acc_BKGH.shape)
+        return new_peak_BKG, total_BKG, acc_BKGH
 
-    start = (
-        jnp.full((num_rows, num_kv, group), LOWEST, jnp.float32),
-        jnp.zeros((num_rows, width + num_kv * group), jnp.float32),
-    )
-    _, sum_BX = lax.fori_loop(0, items.num_chunks, body, start)
-    weight_BKG1 = jnp.maximum(sum_BX[:, width:], 1e-30).reshape(num_rows, num_kv, group, 1)
-    return sum_BX[:, :width].reshape(q_BKGH.shape) / weight_BKG1
-
-
-def _side_by_side(values, weights):
-    """[N, K, G, H] and [N, K, G] as [N, K * G * H + K * G]."""
-    return jnp.concatenate([values.reshape(values.shape[0], -1), weights.reshape(weights.shape[0], -1)], axis=1)
+    column = (num_rows, num_kv, group)
+    start = (jnp.full(column, LOWEST, jnp.float32), jnp.zeros(column, jnp.float32), jnp.zeros_like(q_BKGH))
+    _, total_BKG, acc_BKGH = lax.fori_loop(0, items.num_chunks, body, start)
+    return acc_BKGH / jnp.maximum(total_BKG, 1e-30)[..., None]
 
 
 def _attend_tiles(q_TKGH, pages, tiles: Tiles, scale, soft_cap):
     """Prefill path. Returns out_TKGH in float32; tokens of single-token rows and padding hold finite rubbish."""
     num_tokens, num_kv, group, head_dim = q_TKGH.shape
-    page_size = pages[0].shape[2]
+    page_size = pages[0].shape[3]
     tile = tiles.tile_Q0.shape[0]
     block_pages = max(1, KEY_BLOCK // page_size)
     block = block_pages * page_size
-    # One row of memory per (page, head): a gather then yields [K, S, H] without a transposition.
-    k_RZH, v_RZH = (a.reshape(-1, page_size, head_dim) for a in pages)
+    # One row of memory per (page, head): a gather then yields the head first.
+    k_RHZ, v_RZH = (a.reshape(-1, *a.shape[2:]) for a in pages)
     head_K1 = jnp.arange(num_kv, dtype=jnp.int32)[:, None]
-    q_KUGH = jnp.pad((q_TKGH.astype(jnp.float32) * scale).transpose(1, 0, 2, 3), ((0, 0), (0, tile), (0, 0), (0, 0)))
-    offset_X = jnp.repeat(jnp.arange(tile, dtype=jnp.int32), group)
+    q_KTGH = (q_TKGH.astype(jnp.float32) * scale).transpose(1, 0, 2, 3)
+    offset_Q = jnp.arange(tile, dtype=jnp.int32)
+    offset_X = jnp.repeat(offset_Q, group)
     offset_S = jnp.arange(block, dtype=jnp.int32)
 
-    def one_tile(n, out_KUGH):
+    def one_tile(n, out_KTGH):
         first_pos = tiles.position_N[n]
         last_pos = first_pos + tiles.num_queries_N[n] - 1
-        q_KXH = lax.dynamic_slice_in_dim(q_KUGH, tiles.token_N[n], tile, 1).reshape(num_kv, tile * group, head_dim)
+        # A tile that would reach past T begins earlier, by `shift` tokens that are not its own.
+        token = jnp.minimum(tiles.token_N[n], num_tokens - tile)
+        shift = tiles.token_N[n] - token
+        q_KXH = lax.dynamic_slice_in_dim(q_KTGH, token, tile, 1).reshape(num_kv, tile * group, head_dim)
         table_M = lax.dynamic_index_in_dim(tiles.page_table_BM, tiles.row_N[n], keepdims=False)
 
-        def block_of(x_RZH, j):
+        def pages_of(x_R, j):
             page_1C = lax.dynamic_slice_in_dim(table_M, j * block_pages, block_pages)[None, :]
-            return _take(x_RZH, page_1C * num_kv + head_K1).astype(jnp.float32).reshape(num_kv, block, head_dim)
+            return _take(x_R, page_1C * num_kv + head_K1).astype(jnp.float32)
+
+        def values(j):
+            return pages_of(v_RZH, j).reshape(num_kv, block, head_dim)
 
         def add_block(carry, s_KXS, v_KSH):
             peak_KX1, total_KX1, acc_KXH = carry
             new_peak_KX1 = jnp.maximum(peak_KX1, s_KXS.max(-1, keepdims=True))
-            p_KXS = jnp.exp(s_KXS - new_peak_KX1)
-            keep_KX1 = jnp.exp(peak_KX1 - new_peak_KX1)
+            p_KXS = _exp(s_KXS - new_peak_KX1)
+            keep_KX1 = _exp(peak_KX1 - new_peak_KX1)
             acc_KXH = acc_KXH * keep_KX1 + jnp.einsum("KXS,KSH->KXH", p_KXS, v_KSH)
             return new_peak_KX1, total_KX1 * keep_KX1 + p_KXS.sum(-1, keepdims=True), acc_KXH
 
         def scores(j):
-            return _cap(jnp.einsum("KXH,KSH->KXS", q_KXH, block_of(k_RZH, j)), soft_cap)
+            k_KHS = pages_of(k_RHZ, j).transpose(0, 2, 1, 3).reshape(num_kv, head_dim, block)
+            return _cap(jnp.einsum("KXH,KHS->KXS", q_KXH, k_KHS), soft_cap)
 
         def whole_block(j, carry):
-            return add_block(carry, scores(j), block_of(v_RZH, j))
+            return add_block(carry, scores(j), values(j))
 
         def edge_block(j, carry):
             key_pos_S = j * block + offset_S
-            age_XS = (first_pos + offset_X)[:, None] - key_pos_S[None, :]
+            age_XS = (first_pos - shift + offset_X)[:, None] - key_pos_S[None, :]
             sees_XS = (age_XS >= 0) & (key_pos_S <= last_pos)[None, :]
             if tiles.window is not None:
                 sees_XS &= age_XS < tiles.window
             # A block may reach into pages the row does not own: there even the finite mask would meet NaN.
             s_KXS = jnp.where(sees_XS[None], scores(j), LOWEST)
-            v_KSH = jnp.where((key_pos_S <= last_pos)[None, :, None], block_of(v_RZH, j), 0.0)
+            v_KSH = jnp.where((key_pos_S <= last_pos)[None, :, None], values(j), 0.0)
             return add_block(carry, s_KXS, v_KSH)
 
         column = (num_kv, tile * group, 1)
@@ -278,10 +293,12 @@ def _attend_tiles(q_TKGH, pages, tiles: Tiles, scale, soft_cap):
             first_edge = jnp.maximum(first_pos - tiles.window + 1, 0) // block
         _, total_KX1, acc_KXH = lax.fori_loop(first_edge, end, edge_block, carry)
         out_KQGH = (acc_KXH / total_KX1).reshape(num_kv, tile, group, head_dim)
-        return lax.dynamic_update_slice_in_dim(out_KUGH, out_KQGH, tiles.token_N[n], 1)
+        is_own_Q = (offset_Q >= shift) & (offset_Q < shift + tiles.num_queries_N[n])
+        old_KQGH = lax.dynamic_slice_in_dim(out_KTGH, token, tile, 1)
+        out_KQGH = jnp.where(is_own_Q[None, :, None, None], out_KQGH, old_KQGH)
+        return lax.dynamic_update_slice_in_dim(out_KTGH, out_KQGH, token, 1)
 
-    out_KUGH = lax.fori_loop(0, tiles.num_tiles, one_tile, jnp.zeros_like(q_KUGH))
-    return out_KUGH[:, :num_tokens].transpose(1, 0, 2, 3)
+    return lax.fori_loop(0, tiles.num_tiles, one_tile, jnp.zeros_like(q_KTGH)).transpose(1, 0, 2, 3)
 
 
 def attend(q_TKGH, pages, work: XlaWork, *, scale, soft_cap=None):

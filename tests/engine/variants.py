@@ -2,7 +2,8 @@
 
 Everything a scheduler decides (pool size, chunk budget, preemption, caching, overlap) is host state, so one compiled
 engine serves every such test. A fresh scheduler knows nothing of what earlier ones left in the pages: garbage there is
-part of the test.
+part of the test. Variants of one engine are used one after another: a later one writes into the pages that an earlier
+one's prefix cache still names.
 
     loaded = shared_tiny()                                   # compiled once a session
     engine = variant(loaded, num_pages=20, preemption_mode="swap").engine

@@ -1,0 +1,241 @@
+"""The decoder over pages against the oracle, which has no pages: in one go, in chunks, token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import Oracle
+from tiny import tiny_architecture, tiny_mesh, tiny_params
+
+from jaxinfer.model import (
+    Architecture,
+    PageFormat,
+    StepTokensInput,
+    embed,
+    final_norm,
+    forward,
+    logits,
+    pages_for_layers,
+)
+from pallas_kernels.ragged_paged_attention import RaggedBatch, get_attention
+
+PAGE_SIZE, NUM_PAGES, ROWS, TOKENS, WIDTH = 8, 40, 4, 64, 8
+# Largest difference of a logit; logits have a standard deviation of about 1.6.
+TOLERANCES = {
+    "float32": 2e-5,  # two layers of sums in another order: measured 5e-6
+    "bfloat16": 0.25,  # every activation is rounded to 8 bits, some twenty times in a row: measured 0.07
+}
+
+
+class PagedModel:
+    """Model T over its own pages, packed by numpy: one call is one step."""
+
+    def __init__(self, arch: Architecture, *, op: str = "xla", dtype: str = "float32", order="in_out", mesh=(1, 1)):
+        self.arch, self.op, self.rules = arch, get_attention(op, "cpu"), tiny_mesh(*mesh)
+        self.params = tiny_params(arch, self.rules, order=order, dtype=jnp.dtype(dtype))
+        self.oracle = Oracle.of(self.params, arch, order)
+        self.format = PageFormat(arch, self.op, PAGE_SIZE, jnp.dtype(dtype))
+        # 35 is coprime to 39: no page twice, and neighbours in a table are never neighbours in the pool.
+        self.table_RM = (1 + (35 * np.arange(ROWS * WIDTH)) % (NUM_PAGES - 1)).astype(np.int32).reshape(ROWS, WIDTH)
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty pages."""
+        self.pages = pages_for_layers(self.format, NUM_PAGES, self.rules)
+
+    def step(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> list[np.ndarray]:
+        """Runs chunks.
+
+        Args:
+          rows: (row, first position, token ids) each, in ascending order of row.
+
+        Returns:
+          Logits [chunk, V] per chunk.
+        """
+        is_decode = len(rows) == ROWS and all(len(ids) == 1 for _, _, ids in rows)
+        num_tokens = ROWS if is_decode else TOKENS
+        token_T, position_T, page_T, offset_T = np.zeros((4, num_tokens), np.int32)
+        context_len_B, query_len_B = np.zeros((2, ROWS), np.int32)
+        table_BM = np.zeros((ROWS, WIDTH), np.int32)
+        end, spans = 0, []
+        for row, start, ids in rows:
+            span = slice(end, end + len(ids))
+            position = np.arange(start, start + len(ids))
+            token_T[span], position_T[span] = ids, position
+            page_T[span], offset_T[span] = self.table_RM[row][position // PAGE_SIZE], position % PAGE_SIZE
+            context_len_B[row], query_len_B[row] = start + len(ids), len(ids)
+            used = -(-(start + len(ids)) // PAGE_SIZE)
+            table_BM[row, :used] = self.table_RM[row, :used]
+            end += len(ids)
+            spans.append(span)
+        starts_R = np.concatenate([[0], np.cumsum(query_len_B)]).astype(np.int32)
+        batch = RaggedBatch(table_BM, context_len_B, starts_R)
+        inputs = StepTokensInput(token_T, position_T, page_T, offset_T, batch)
+        run = self._run(1 if is_decode else num_tokens)
+        logits_TV, self.pages = run((self.params.top, self.params.layers), self.pages, inputs)
+        return [np.asarray(logits_TV)[span] for span in spans]
+
+    @functools.cache  # noqa: B019  a test's model lives as long as the test run
+    def _run(self, max_query_len: int):
+        def run(arrays: Any, pages: Any, inputs: StepTokensInput):
+            params = self.params._replace(top=arrays[0], layers=arrays[1])
+            x_TD, pages = forward(
+                params,
+                self.arch,
+                self.op,
+                self.rules,
+                pages,
+                inputs,
+                max_query_len=max_query_len,
+                page_size=PAGE_SIZE,
+            )
+            return logits(params, self.rules, final_norm(params, x_TD)), pages
+
+        # LLVM's lowest level halves the time to compile; the engine's own tests compile as usual.
+        return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def model(**options: Any) -> PagedModel:
+    """A shared model; tests clear its pages first."""
+    arch = tiny_architecture(**{k: options.pop(k) for k in list(options) if k in Architecture.__dataclass_fields__})
+    return PagedModel(arch, **options)
+
+
+def fresh(**options: Any) -> PagedModel:
+    made = model(**options)
+    made.clear()
+    return made
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 512, length).tolist()
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, dtype: str = "float32") -> None:
+    assert np.abs(got - want).max() <= TOLERANCES[dtype]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "xla": {},
+    "reference": {"op": "reference"},
+    "out_in": {"order": "out_in"},
+    "tied": {"is_tied": True},
+    "three KV heads": {"num_heads": 6, "num_kv_heads": 3},
+    "windows": {"layer_windows": (16, None)},
+    "2x2 mesh": {"mesh": (2, 2)},
+    "3 KV heads on 2 devices": {"num_heads": 6, "num_kv_heads": 3, "mesh": (1, 2)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prefill_in_one_go_equals_the_oracle(variant):
+    t = fresh(**VARIANTS[variant])
+    ids = prompt(45)
+    (got_TV,) = t.step([(0, 0, ids)])
+    assert got_TV.dtype == np.float32
+    assert_close(got_TV, t.oracle.logits(ids))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (1, 15, 17, 2), (31, 1, 3)], ids=str)
+def test_prefill_in_chunks_equals_the_oracle(sizes):
+    t, ids, start, parts = fresh(), prompt(sum(sizes)), 0, []
+    for size in sizes:
+        parts += t.step([(1, start, ids[start : start + size])])
+        start += size
+    assert_close(np.concatenate(parts), t.oracle.logits(ids))
+
+
+def test_token_by_token_equals_the_oracle():
+    """Four rows decode at once from different positions; rows of the decode path are dense."""
+    t = fresh()
+    sequences = [prompt(3 + 12, 0), prompt(17 + 12, 1), prompt(1 + 12, 2), prompt(24 + 12, 3)]
+    t.step([(row, 0, ids[:-12]) for row, ids in enumerate(sequences)])
+    parts = [[] for _ in sequences]
+    for back in range(12, 0, -1):
+        out = t.step([(row, len(ids) - back, [ids[-back]]) for row, ids in enumerate(sequences)])
+        for part, one in zip(parts, out, strict=True):
+            part.append(one)
+    for ids, part in zip(sequences, parts, strict=True):
+        assert_close(np.concatenate(part), t.oracle.logits(ids)[-12:])
+
+
+def test_a_batch_of_3_17_and_40_equals_each_alone():
+    """R155: positions count from each row's own start."""
+    t = fresh()
+    prompts = [prompt(3, 5), prompt(17, 6), prompt(40, 7)]
+    together = t.step([(row, 0, ids) for row, ids in enumerate(prompts)])
+    for row, ids in enumerate(prompts):
+        t.clear()
+        (alone,) = t.step([(row, 0, ids)])
+        assert np.array_equal(alone, together[row]), "at one compiled shape a row does not feel its neighbours"
+        assert_close(alone, t.oracle.logits(ids))
+
+
+def test_mixed_rows_equal_the_oracle():
+    t = fresh()
+    first, second, third = prompt(20, 1), prompt(33, 2), prompt(9, 3)
+    t.step([(0, 0, first[:19]), (2, 0, second[:16])])
+    got = t.step([(0, 19, first[19:]), (2, 16, second[16:]), (3, 0, third)])
+    for part, ids, length in zip(got, (first, second, third), (1, 17, 9), strict=True):
+        assert_close(part, t.oracle.logits(ids)[-length:])
+
+
+def test_bfloat16_stays_close_and_a_missing_token_would_show():
+    t = fresh(dtype="bfloat16")
+    ids = prompt(45)
+    (got_TV,) = t.step([(0, 0, ids)])
+    want_TV = t.oracle.logits(ids)
+    assert got_TV.dtype == np.float32
+    assert_close(got_TV, want_TV, "bfloat16")
+    mutant_TV = t.oracle.logits([ids[1], *ids[1:]])
+    assert np.abs(mutant_TV - want_TV)[1:8].max() > 2 * TOLERANCES["bfloat16"]
+
+
+@pytest.mark.parametrize("mutant", ["wrong position", "wrong page", "window dropped"])
+def test_mutants_exceed_the_tolerance(mutant):
+    t, ids = fresh(), prompt(45)
+    want_TV = t.oracle.logits(ids)
+    if mutant == "window dropped":
+        t = fresh(layer_windows=(16, None))
+        (got_TV,) = t.step([(0, 0, ids)])
+    else:
+        t.step([(0, 0, ids[:40]), (1, 0, ids[:3])])
+        if mutant == "wrong page":
+            t.table_RM[[0, 1]] = t.table_RM[[1, 0]]
+        try:
+            (got_TV,) = t.step([(0, 40 + (mutant == "wrong position"), ids[40:])])
+        finally:
+            if mutant == "wrong page":
+                t.table_RM[[0, 1]] = t.table_RM[[1, 0]]
+        want_TV = want_TV[40:]
+    assert np.abs(got_TV - want_TV).max() > 10 * TOLERANCES["float32"]
+
+
+def test_layers_without_a_window_see_everything():
+    """R153: no window anywhere is one work list, of full attention."""
+    assert tiny_architecture().windows == (None,)
+    assert tiny_architecture(layer_windows=(None, None)).windows == (None,)
+    assert tiny_architecture(layer_windows=(16, None)).windows == (16, None)
+    t = fresh(layer_windows=(None, None))
+    (got_TV,) = t.step([(0, 0, prompt(45))])
+    assert_close(got_TV, fresh().oracle.logits(prompt(45)))
+
+
+def test_embedding_rows_are_looked_up_unchanged():
+    t = fresh()
+    got_TD = embed(t.params, t.rules, jnp.array([5, 0, 511], jnp.int32))
+    assert np.array_equal(got_TD, np.asarray(t.params.top["embedding"].get_value())[[5, 0, 511]])
+
+
+def test_the_pool_holds_what_the_format_says():
+    t = fresh(mesh=(2, 2))
+    arrays = jax.tree.leaves(t.pages)
+    assert sum(a.nbytes for a in arrays) == NUM_PAGES * t.format.page_bytes
+    assert {a.sharding.shard_shape(a.shape)[t.op.kv_head_axis] for a in arrays} == {1}, "one KV head per device"
