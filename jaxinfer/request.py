@@ -157,14 +157,14 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
         raise RequestError(f"{name} is {value}; it must be in {'(' if open_low else '['}{low}, {high}]", name)
 
 
-def _strings(name: str, value: Any, max_count: int, max_chars: int) -> tuple[str, ...]:
+def _strings(name: str, value: Any, max_count: int, max_chars: int, note: str = "") -> tuple[str, ...]:
     if value is None:
         return ()
     items = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else None
     if items is None or not all(isinstance(s, str) for s in items):
         raise RequestError(f"{name} must be a string or a list of strings", name)
     if len(items) > max_count:
-        raise RequestError(f"{name} has {len(items)} entries; at most {max_count} are allowed", name)
+        raise RequestError(f"{name} has {len(items)} entries; at most {max_count} are allowed{note}", name)
     if any(not 0 < len(s) <= max_chars for s in items):
         raise RequestError(f"{name}: each string must have 1 to {max_chars} characters", name)
     return items
@@ -185,14 +185,8 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
-    words = _strings(name, value, INT32_MAX, MAX_STOP_CHARS)
-    if len(words) > MAX_BAD_WORDS:
-        raise RequestError(
-            f"bad_words has {len(words)} words; at most {MAX_BAD_WORDS} token sequences are allowed, and most words "
-            f"need two (spelt with and without a space before); give at most {MAX_BAD_WORDS // 2}",
-            name,
-        )
-    return words
+    note = f" as token sequences, and most words need two (with and without a space before); give {MAX_BAD_WORDS // 2}"
+    return _strings(name, value, MAX_BAD_WORDS, MAX_STOP_CHARS, note)
 
 
 def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -320,16 +314,9 @@ class RequestMetrics:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it under the names of the public record."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "cached_tokens": self.cached_tokens,
-            "num_preemptions": self.num_preemptions,
-            "queue_time_s": self.queue_time_s,
-            "time_to_first_token_ms": self.time_to_first_token_ms,
-            "inter_token_latency_ms": self.inter_token_latency_ms,
-            "tokens_per_second": self.tokens_per_second,
-        }
+        counts = ("prompt_tokens", "output_tokens", "cached_tokens", "num_preemptions")
+        times = ("queue_time_s", "time_to_first_token_ms", "inter_token_latency_ms", "tokens_per_second")
+        return {name: getattr(self, name) for name in (*counts, *times)}
 
 
 @dataclass
@@ -404,4 +391,6 @@ class RequestOutput:
 
 def _logprob_dicts(positions: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
     """Each position's tokens in their order; keys are text, since JSON has no others."""
-    return positions and [at and {str(token_id): asdict(found) for token_id, found in at.items()} for at in positions]
+    if positions is None:
+        return None
+    return [None if at is None else {str(token_id): asdict(p) for token_id, p in at.items()} for at in positions]

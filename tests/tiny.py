@@ -125,9 +125,10 @@ def tiny_engine(
 def shared_engine(**options: Any) -> LoadedEngine:
     """One `tiny_engine` per set of options for the whole test run: compiling takes seconds.
 
-    For tests that leave it idle, and that do not mind a prefix cache filled by others.
+    For tests that leave it idle, and that do not mind a prefix cache filled by others. Its pool, of 32 MiB unless asked
+    for otherwise, is far larger than anything else in it, so that a program that copied it would be found out.
     """
-    return tiny_engine(**options)
+    return tiny_engine(**({"num_pages": 4096} | options))
 
 
 def tiny_request(request_id: str, prompt: Sequence[int], params: SamplingParams, *, seed: int = 0) -> Request:

@@ -58,8 +58,9 @@ class ProgramSizes:
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """Rows of the decode programs."""
-        return buckets(1, self.num_slots)
+        """Rows of the decode programs: powers of two, and from 16 on their halfway points, for a row costs there."""
+        halfway = (3 * size // 2 for size in buckets(16, max(16, self.num_slots)))
+        return tuple(sorted({*buckets(1, self.num_slots), *(h for h in halfway if h < self.num_slots)}))
 
     @property
     def token_buckets(self) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-
 from jaxinfer.errors import ConfigError
 from jaxinfer.model import PageFormat
 

@@ -7,8 +7,9 @@ One contract for prefill chunks, single-token decodes and verified drafts: row b
     query_start:  0      3   4         8
     context_len:  9      17  4                      row 0 computes positions 6, 7, 8 of 9
 
-Pages that a row owns hold finite values everywhere, also where nothing was written yet: fresh pages are zero, and the engine
-scrubs pages that may hold anything else before they are used again. Pages that no row of the batch owns may hold anything.
+Pages that a row owns hold finite values everywhere, also where nothing was written yet: fresh pages are zero, and the
+engine scrubs pages that may hold anything else before they are used again. Pages that no row of the batch owns may hold
+anything.
 
 An implementation owns its page layout: only `page_shapes`, `write` and `attend` know it. What depends on the batch but
 not on the layer is worked out once per step by `prepare`.

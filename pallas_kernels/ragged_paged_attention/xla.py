@@ -9,8 +9,8 @@ Keys are [P, K, H, Z] and values [P, K, Z, H]: decode then sums along neither's 
       row    0 0 0 1 | 2 2 2 2       their rows by a one-hot product, so one row with a long
       page   7 4 9 2 | 8 3 8 8       context costs as little as many rows with short ones
 
-  rows with more              tiles of Q query tokens of one row; per tile a loop over that row's pages, up to the causal
-                              edge. What a tile computes for tokens that are not its own is thrown away.
+  rows with more              tiles of Q query tokens of one row; per tile a loop over that row's pages, up to the
+                              causal edge. What a tile computes for tokens that are not its own is thrown away.
 
 Masks are added, not selected: XLA's CPU back end keeps sums and products in fast fused loops and drops out of them at a
 select. For the same reason a stale value in an owned page is not masked out but must be finite (see `contract.py`).
@@ -174,12 +174,13 @@ def _take(x, index):
 
 
 def _exp(x):
-    """exp of float32 x <= 0, to 1e-7 of its value; 0 below -87.
+    """exp of float32 x <= 0, to 1e-7 of its value; 0 below -87, NaN of NaN (the NaN guard relies on it).
 
-    XLA's CPU back end leaves its own exp scalar inside a fused loop (64 us for 28,000 values against 1 us for this). Range
-    reduction by ln 2 in two parts and a degree-6 polynomial: Cephes, `expf`.
+    XLA's CPU back end leaves its own exp scalar inside a fused loop (64 us for 28,000 values against 1 us for this).
+    Range reduction by ln 2 in two parts and a degree-6 polynomial: Cephes, `expf`.
     """
-    x = jnp.maximum(x, -87.5)
+    is_zero = x < -87.25
+    x = jnp.where(is_zero, 0.0, x)
     n = jnp.round(x * 1.4426950408889634)
     f = (x - n * 0.693359375) + n * 2.12194440e-4
     y = jnp.float32(1.9875691500e-4)
@@ -187,7 +188,7 @@ def _exp(x):
         y = y * f + c
     y = y * f * f + f + 1.0
     power = lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return jnp.where(x > -87.25, y * power, 0.0)
+    return jnp.where(is_zero, 0.0, y * power)
 
 
 def _cap(scores, soft_cap):
@@ -197,7 +198,7 @@ def _cap(scores, soft_cap):
 def _attend_single(q_BKGH, pages, items: FlatItems, scale, soft_cap):
     """Decode path. q_BKGH is each row's one query; rows without one get zeros."""
     k_PKHZ, v_PKZH = pages
-    num_rows, num_kv, group, head_dim = q_BKGH.shape
+    num_rows, num_kv, group, _ = q_BKGH.shape
     chunk = items.chunk_C0.shape[0]
     q_BKGH = q_BKGH.astype(jnp.float32) * scale
     row_B = jnp.arange(num_rows, dtype=jnp.int32)
@@ -226,19 +227,11 @@ def _attend_single(q_BKGH, pages, items: FlatItems, scale, soft_cap):
 
 
 def _attend_tiles(q_TKGH, pages, tiles: Tiles, scale, soft_cap):
-    """Prefill path. Returns out_TKGH in float32; tokens of single-token rows and padding hold finite rubbish."""
+    """Prefill path. Returns out_TKGH in float32; tokens that are in no tile get zeros."""
     num_tokens, num_kv, group, head_dim = q_TKGH.shape
-    page_size = pages[0].shape[3]
     tile = tiles.tile_Q0.shape[0]
-    block_pages = max(1, KEY_BLOCK // page_size)
-    block = block_pages * page_size
-    # One row of memory per (page, head): a gather then yields the head first.
-    k_RHZ, v_RZH = (a.reshape(-1, *a.shape[2:]) for a in pages)
-    head_K1 = jnp.arange(num_kv, dtype=jnp.int32)[:, None]
     q_KTGH = (q_TKGH.astype(jnp.float32) * scale).transpose(1, 0, 2, 3)
     offset_Q = jnp.arange(tile, dtype=jnp.int32)
-    offset_X = jnp.repeat(offset_Q, group)
-    offset_S = jnp.arange(block, dtype=jnp.int32)
 
     def one_tile(n, out_KTGH):
         first_pos = tiles.position_N[n]
@@ -247,58 +240,78 @@ def _attend_tiles(q_TKGH, pages, tiles: Tiles, scale, soft_cap):
         token = jnp.minimum(tiles.token_N[n], num_tokens - tile)
         shift = tiles.token_N[n] - token
         q_KXH = lax.dynamic_slice_in_dim(q_KTGH, token, tile, 1).reshape(num_kv, tile * group, head_dim)
+        position_X = first_pos - shift + jnp.repeat(offset_Q, group)
         table_M = lax.dynamic_index_in_dim(tiles.page_table_BM, tiles.row_N[n], keepdims=False)
-
-        def pages_of(x_R, j):
-            page_1C = lax.dynamic_slice_in_dim(table_M, j * block_pages, block_pages)[None, :]
-            return _take(x_R, page_1C * num_kv + head_K1).astype(jnp.float32)
-
-        def values(j):
-            return pages_of(v_RZH, j).reshape(num_kv, block, head_dim)
-
-        def add_block(carry, s_KXS, v_KSH):
-            peak_KX1, total_KX1, acc_KXH = carry
-            new_peak_KX1 = jnp.maximum(peak_KX1, s_KXS.max(-1, keepdims=True))
-            p_KXS = _exp(s_KXS - new_peak_KX1)
-            keep_KX1 = _exp(peak_KX1 - new_peak_KX1)
-            acc_KXH = acc_KXH * keep_KX1 + jnp.einsum("KXS,KSH->KXH", p_KXS, v_KSH)
-            return new_peak_KX1, total_KX1 * keep_KX1 + p_KXS.sum(-1, keepdims=True), acc_KXH
-
-        def scores(j):
-            k_KHS = pages_of(k_RHZ, j).transpose(0, 2, 1, 3).reshape(num_kv, head_dim, block)
-            return _cap(jnp.einsum("KXH,KHS->KXS", q_KXH, k_KHS), soft_cap)
-
-        def whole_block(j, carry):
-            return add_block(carry, scores(j), values(j))
-
-        def edge_block(j, carry):
-            key_pos_S = j * block + offset_S
-            age_XS = (first_pos - shift + offset_X)[:, None] - key_pos_S[None, :]
-            sees_XS = (age_XS >= 0) & (key_pos_S <= last_pos)[None, :]
-            if tiles.window is not None:
-                sees_XS &= age_XS < tiles.window
-            # A block may reach into pages the row does not own: there even the finite mask would meet NaN.
-            s_KXS = jnp.where(sees_XS[None], scores(j), LOWEST)
-            v_KSH = jnp.where((key_pos_S <= last_pos)[None, :, None], values(j), 0.0)
-            return add_block(carry, s_KXS, v_KSH)
-
-        column = (num_kv, tile * group, 1)
-        carry = (jnp.full(column, LOWEST, jnp.float32), jnp.zeros(column, jnp.float32), jnp.zeros_like(q_KXH))
-        end = last_pos // block + 1
-        if tiles.window is None:
-            # Blocks wholly before the first query need no mask.
-            first_edge = (first_pos + 1) // block
-            carry = lax.fori_loop(0, first_edge, whole_block, carry)
-        else:
-            first_edge = jnp.maximum(first_pos - tiles.window + 1, 0) // block
-        _, total_KX1, acc_KXH = lax.fori_loop(first_edge, end, edge_block, carry)
-        out_KQGH = (acc_KXH / total_KX1).reshape(num_kv, tile, group, head_dim)
+        out_KXH = _attend_tile(q_KXH, position_X, first_pos, last_pos, table_M, pages, tiles.window, soft_cap)
         is_own_Q = (offset_Q >= shift) & (offset_Q < shift + tiles.num_queries_N[n])
         old_KQGH = lax.dynamic_slice_in_dim(out_KTGH, token, tile, 1)
-        out_KQGH = jnp.where(is_own_Q[None, :, None, None], out_KQGH, old_KQGH)
+        out_KQGH = jnp.where(is_own_Q[None, :, None, None], out_KXH.reshape(old_KQGH.shape), old_KQGH)
         return lax.dynamic_update_slice_in_dim(out_KTGH, out_KQGH, token, 1)
 
     return lax.fori_loop(0, tiles.num_tiles, one_tile, jnp.zeros_like(q_KTGH)).transpose(1, 0, 2, 3)
+
+
+def _attend_tile(q_KXH, position_X, first_pos, last_pos, table_M, pages, window, soft_cap):
+    """One tile against its row's pages, a block of keys at a time. X is query token and query head together.
+
+    Args:
+      position_X: int32 position of each query.
+      first_pos, last_pos: int32 positions of the tile's first and last own query.
+      table_M: int32, the row's page table, padded to whole blocks.
+      window: int32 positions seen, or None.
+    """
+    page_size = pages[0].shape[3]
+    num_kv, num_queries, head_dim = q_KXH.shape
+    block_pages = max(1, KEY_BLOCK // page_size)
+    block = block_pages * page_size
+    # One row of memory per (page, head): a gather then yields the head first.
+    k_RHZ, v_RZH = (a.reshape(-1, *a.shape[2:]) for a in pages)
+    head_K1 = jnp.arange(num_kv, dtype=jnp.int32)[:, None]
+
+    def pages_of(x_R, j):
+        page_1C = lax.dynamic_slice_in_dim(table_M, j * block_pages, block_pages)[None, :]
+        return _take(x_R, page_1C * num_kv + head_K1).astype(jnp.float32)
+
+    def scores(j):
+        k_KHS = pages_of(k_RHZ, j).transpose(0, 2, 1, 3).reshape(num_kv, head_dim, block)
+        return _cap(jnp.einsum("KXH,KHS->KXS", q_KXH, k_KHS), soft_cap)
+
+    def values(j):
+        return pages_of(v_RZH, j).reshape(num_kv, block, head_dim)
+
+    def whole_block(j, carry):
+        return _add_block(carry, scores(j), values(j))
+
+    def edge_block(j, carry):
+        key_pos_S = j * block + jnp.arange(block, dtype=jnp.int32)
+        age_XS = position_X[:, None] - key_pos_S[None, :]
+        sees_XS = (age_XS >= 0) & (key_pos_S <= last_pos)[None, :]
+        if window is not None:
+            sees_XS &= age_XS < window
+        # A block may reach into pages the row does not own: there even the finite mask would meet NaN.
+        s_KXS = jnp.where(sees_XS[None], scores(j), LOWEST)
+        v_KSH = jnp.where((key_pos_S <= last_pos)[None, :, None], values(j), 0.0)
+        return _add_block(carry, s_KXS, v_KSH)
+
+    column = (num_kv, num_queries, 1)
+    carry = (jnp.full(column, LOWEST, jnp.float32), jnp.zeros(column, jnp.float32), jnp.zeros_like(q_KXH))
+    if window is None:
+        first_edge = (first_pos + 1) // block  # blocks wholly before the first query need no mask
+        carry = lax.fori_loop(0, first_edge, whole_block, carry)
+    else:
+        first_edge = jnp.maximum(first_pos - window + 1, 0) // block
+    _, total_KX1, acc_KXH = lax.fori_loop(first_edge, last_pos // block + 1, edge_block, carry)
+    return acc_KXH / total_KX1
+
+
+def _add_block(carry, s_KXS, v_KSH):
+    """One step of the online softmax: (peak_KX1, total_KX1, acc_KXH) with one more block of scores and values."""
+    peak_KX1, total_KX1, acc_KXH = carry
+    new_peak_KX1 = jnp.maximum(peak_KX1, s_KXS.max(-1, keepdims=True))
+    p_KXS = _exp(s_KXS - new_peak_KX1)
+    keep_KX1 = _exp(peak_KX1 - new_peak_KX1)
+    acc_KXH = acc_KXH * keep_KX1 + jnp.einsum("KXS,KSH->KXH", p_KXS, v_KSH)
+    return new_peak_KX1, total_KX1 * keep_KX1 + p_KXS.sum(-1, keepdims=True), acc_KXH
 
 
 def attend(q_TKGH, pages, work: XlaWork, *, scale, soft_cap=None):

@@ -361,7 +361,7 @@ def test_which_tokens_each_penalty_counts_r075(loaded: LoadedEngine):
     """R075: repetition sees the prompt at the first token; presence and frequency only what was generated."""
     (prompt,) = prompts(loaded, 21, [6])
     llm = variant_llm(loaded)
-    token, other = prompt[0], 30
+    token = prompt[0]
     # A token of the prompt is lifted until it is just chosen: a penalty that counts it undoes that.
     lift = {token: _least_lift(llm, prompt, token)}
 
@@ -372,9 +372,13 @@ def test_which_tokens_each_penalty_counts_r075(loaded: LoadedEngine):
     assert chosen(repetition_penalty=3.0) != token
     assert chosen(presence_penalty=2.0) == chosen(frequency_penalty=2.0) == token
     # Of two tokens, one wins twice by less than the penalty: it is held back at the second place alone.
-    gaps = [_gap_between(llm, p, token, other) for p in (prompt, [*prompt, token])]
-    bias = max(-gap for gap in gaps) + 0.2
-    assert max(gaps) + bias < 4.0, "choose other tokens: the two places differ by more than both penalties"
+    for other in range(30, 80):
+        gaps = [_gap_between(llm, p, token, other) for p in (prompt, [*prompt, token])]
+        bias = max(-gap for gap in gaps) + 0.2
+        if max(gaps) + bias < 3.5:
+            break
+    else:
+        pytest.fail("the two places differ by more than both penalties for every pair; choose another prompt")
     pair: dict[str, Any] = {"allowed_token_ids": [token, other], "logit_bias": {token: bias}}
     assert first(generate(llm, [prompt], greedy(2, **pair))).token_ids == [token, token]
     both = {"presence_penalty": 2.0, "frequency_penalty": 2.0}

@@ -1,5 +1,6 @@
 """The command as a whole: with a model that is not one, then as a process, then with the built-in model."""
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,11 @@ from jaxinfer.request import CompletionOutput, RequestOutput, SamplingParams
 
 REPO = Path(__file__).resolve().parents[2]
 START_S = 1200  # with nothing compiled yet, on a busy machine
+HEEDS_CTRL_C = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("jaxinfer.generate", run_name="__main__", alter_sys=True)
+"""
 
 
 class EchoLLM:
@@ -219,27 +225,35 @@ def test_the_built_in_model_answers(weights):
     assert done.stderr.endswith("finished: length\n")
 
 
+@contextlib.contextmanager
+def answering(max_tokens):
+    """The command as a process that has begun to answer.
+
+    It heeds Ctrl-C, which the children of a shell's background job ignore.
+    """
+    line = [sys.executable, "-c", HEEDS_CTRL_C, "Once upon a time", "--ignore-eos", "--max-tokens", str(max_tokens)]
+    with subprocess.Popen(line, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            os.read(process.stdout.fileno(), 1)
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.weights
 def test_a_reader_that_goes_away_is_no_traceback(weights):
-    line = [sys.executable, "-m", "jaxinfer.generate", "Once upon a time", "--ignore-eos", "--max-tokens", "200"]
-    process = subprocess.Popen(line, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    os.read(process.stdout.fileno(), 1)
-    process.stdout.close()
-    assert process.wait(START_S) == 141
-    assert process.stderr.read() == b""
+    with answering(max_tokens=200) as process:
+        process.stdout.close()
+        assert process.wait(START_S) == 141
+        assert process.stderr.read() == b""
 
 
 @pytest.mark.slow
 @pytest.mark.weights
 def test_ctrl_c_ends_a_long_answer(weights):
-    line = [sys.executable, "-m", "jaxinfer.generate", "Once upon a time", "--ignore-eos", "--max-tokens", "4000"]
-    process = subprocess.Popen(line, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    os.read(process.stdout.fileno(), 1)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=START_S)
-    assert process.returncode == 130
-    assert said == b"\ninterrupted\n"
+    with answering(max_tokens=4000) as process:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=START_S)
+        assert process.returncode == 130
+        assert said == b"\ninterrupted\n"

@@ -47,8 +47,12 @@ def likely(*tokens: int) -> np.ndarray:
 
 
 def emitted(state: SlotState, logits_BV: np.ndarray, slots: Sequence[int], emits: Sequence[bool] | None = None):
-    emits_B = np.array(emits if emits is not None else [True] * len(slots))
-    return EMIT(state, logits_BV, np.array(slots, np.int32), emits_B)
+    """`emit`, padded to 3 rows so that it is compiled once; the padding is cut off again."""
+    num_rows, padding = len(slots), 3 - len(slots)
+    emits_B = np.array([*(emits if emits is not None else [True] * num_rows), *[False] * padding])
+    logits_BV = np.concatenate([logits_BV, np.zeros((padding, VOCAB), np.float32)])
+    after, choice, emitted_B = EMIT(state, logits_BV, np.array([*slots, *[SLOTS] * padding], np.int32), emits_B)
+    return after, jax.tree.map(lambda a: a[:num_rows], choice), emitted_B[:num_rows]
 
 
 def same(one: SlotState, other: SlotState, slots: Sequence[int]) -> bool:
