@@ -143,7 +143,7 @@ def filled_pages(case: AttentionCase, name: str):
 
 @functools.cache
 def _writer(name: str):
-    return jax.jit(get_attention(name, "cpu").write)
+    return jax.jit(get_attention(name, "cpu").write, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def _with_null_page_nan(array):
