@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class LLM:
         with _Progress(use_tqdm) as progress:
             self._loaded = load_engine(config, progress)
         self._ids = itertools.count()
+        self._unread: dict[str, deque[RequestOutput]] = {}  # by open request: what its iterator has yet to give
         self._random = random.Random(engine_seed(config.seed))
 
     @property
@@ -82,7 +84,8 @@ class LLM:
           sampling_params: for all, or one per prompt; None means `SamplingParams()`.
 
         Raises:
-          RequestError: a prompt or parameter is wrong; nothing has been started then.
+          RequestError: a prompt or parameter is wrong. Nothing has been computed then; prompts of the same call that
+            were queued before one that is too long count as aborted.
         """
         items = _as_list(prompts)
         params = _per_prompt(sampling_params, len(items))
@@ -103,6 +106,8 @@ class LLM:
           CheckpointError: the model has no chat template.
           RequestError: a message or parameter is wrong.
         """
+        if not _is_list(messages):
+            raise RequestError("messages must be a list of messages, or a list of such lists", "messages")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = _per_prompt(sampling_params, len(conversations))
         template = self._loaded.chat_template()
@@ -174,31 +179,64 @@ class LLM:
         return [finished[request.request_id] for request, _ in requests]
 
     def _drive(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
-        """Submits requests and turns the loop until they have finished; what is left when abandoned is aborted."""
+        """Submits requests and turns the loop until they have finished; what is left when abandoned is aborted.
+
+        Several of these may be open at once, one inside another's body too: whichever turns the loop files the outputs
+        of all.
+        """
         engine = self._loaded.engine
-        open_ids = {request.request_id for request, _ in requests}
+        mine = [request.request_id for request, _ in requests]
         try:
             for request, text in requests:
                 engine.submit(request, text)
-            while open_ids:
-                for output in engine.step():
-                    if output.request_id in open_ids:
-                        if output.finished:
-                            open_ids.discard(output.request_id)
-                        yield output
-            while engine.has_work():
-                engine.step()
+                self._unread[request.request_id] = deque()
+            while any(request_id in self._unread for request_id in mine):
+                for output in self._take_unread(mine):
+                    if output.finished:
+                        self._unread.pop(output.request_id, None)
+                    yield output
+                if any(request_id in self._unread for request_id in mine):
+                    self._turn()
+            while engine.has_work() and not self._unread:
+                self._turn()
         finally:
-            for request_id in open_ids:
-                engine.abort(request_id)
+            for request_id in mine:
+                if self._unread.pop(request_id, None) is not None:
+                    engine.abort(request_id)
+
+    def _turn(self) -> None:
+        """One step of the engine; its outputs are filed under their requests."""
+        for output in self._loaded.engine.step():
+            if output.request_id in self._unread:
+                self._unread[output.request_id].append(output)
+
+    def _take_unread(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """The filed outputs of these requests, each request's newest record once."""
+        taken = []
+        for request_id in request_ids:
+            waiting = self._unread.get(request_id)
+            if waiting:
+                taken.append(waiting[-1])  # live records: the newest says all
+                waiting.clear()
+        return taken
 
 
 def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts; a list of ids is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not _is_list(prompts):
+        raise RequestError(_PROMPT_FORMS, "prompt")
     items = list(prompts)
     return [items] if items and all(isinstance(i, int) for i in items) else items
+
+
+_PROMPT_FORMS = "a prompt is text, a mapping with prompt or prompt_token_ids, or a list of token ids"
+
+
+def _is_list(value: Any) -> bool:
+    """A sequence of items: neither text nor bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 def _read_prompt(prompt: Any) -> tuple[str | None, list[int] | None, str]:
@@ -211,14 +249,20 @@ def _read_prompt(prompt: Any) -> tuple[str | None, list[int] | None, str]:
             raise RequestError(
                 f"a prompt may have prompt, prompt_token_ids and cache_salt; not {sorted(unknown)[0]!r}", "prompt"
             )
-        salt = prompt.get("cache_salt") or ""
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"cache_salt is {salt!r}; it must be text", "cache_salt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt is a {type(text).__name__}; it must be text", "prompt")
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), list(prompt["prompt_token_ids"]), salt
-        if isinstance(prompt.get("prompt"), str):
-            return prompt["prompt"], None, salt
-    elif isinstance(prompt, Sequence):
+            if not _is_list(prompt["prompt_token_ids"]):
+                raise RequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
+            return text, list(prompt["prompt_token_ids"]), salt or ""
+        if text is not None:
+            return text, None, salt or ""
+    elif _is_list(prompt):
         return None, list(prompt), ""
-    raise RequestError("a prompt is text, a mapping with prompt or prompt_token_ids, or a list of token ids", "prompt")
+    raise RequestError(_PROMPT_FORMS, "prompt")
 
 
 def _per_prompt(params: Any, count: int) -> list[SamplingParams]:
@@ -226,6 +270,11 @@ def _per_prompt(params: Any, count: int) -> list[SamplingParams]:
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not _is_list(params):
+        kind = type(params).__name__
+        raise RequestError(
+            f"sampling_params is a {kind}; it must be SamplingParams or a list of them", "sampling_params"
+        )
     items = list(params)
     if len(items) != count:
         raise RequestError(

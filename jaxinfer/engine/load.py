@@ -45,7 +45,7 @@ class LoadedEngine:
     Attributes:
       engine: the loop.
       memory: what was allocated.
-      compile_counter: traces so far; `traces_at_ready` when the last program was compiled.
+      compile_counter: what this process traces.
       seconds: time of each part of the start.
     """
 
@@ -60,13 +60,12 @@ class LoadedEngine:
     programs: Programs
     rules: MeshRules
     compile_counter: CompileCounter
-    traces_at_ready: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_recompiles(self) -> int:
         """Traces after warm-up: 0, or a bug."""
-        return self.compile_counter.num_traces - self.traces_at_ready
+        return self.programs.num_recompiles
 
     def chat_template(self) -> ChatTemplate:
         """The configured template, else the model's own.
@@ -156,7 +155,7 @@ def build_engine(
     seconds = {"pages": time.perf_counter() - started}
     started = time.perf_counter()
     context = ProgramContext(arch, page_format.op, rules, page_format.page_size, rebuild, cached_layer(run_layer))
-    programs = Programs(context, sizes, leaves, pages, state, packed_row_size(arch.vocab_size))
+    programs = Programs(context, sizes, leaves, pages, state, packed_row_size(arch.vocab_size), counter)
     if config.compile.warm_up:
         total = len(programs.keys())
         programs.warm_up(lambda key: on_progress("compiling programs", programs.num_compiled, total))
@@ -175,7 +174,6 @@ def build_engine(
         programs=programs,
         rules=rules,
         compile_counter=counter,
-        traces_at_ready=counter.num_traces,
         seconds=seconds,
     )
 

@@ -115,7 +115,8 @@ class OutputBoard:
             if stop_string is not None:
                 ids, ended_by = ids[: delta.num_tokens_kept], None
         if ids:
-            metrics.first_token_time = metrics.first_token_time or now
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
             metrics.last_token_time = now
             output.token_ids.extend(ids)
             metrics.output_tokens = len(output.token_ids)

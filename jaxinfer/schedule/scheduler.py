@@ -73,6 +73,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._to_preempt: set[int] = set()
+        self._ended: dict[int, str] = {}  # ended by their own tokens in the last commit; settled at the next call
         self._next_seq_id = 0
         self._next_step_id = 0
 
@@ -83,6 +84,7 @@ class Scheduler:
           PromptTooLong: it could never run.
           QueueFull: too many wait already.
         """
+        self._settle()
         self._check_fits(request)
         self._check_queue(request)
         max_tokens = request.params.max_tokens
@@ -101,6 +103,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decides the next step, or returns None when nothing can be issued now."""
+        self._settle()
         draft = draft_plan(self._state, self._next_step_id, self._to_preempt)
         used = self._state.pool.count().used
         self._state.totals.peak_pages_used = max(self._state.totals.peak_pages_used, used)
@@ -138,12 +141,14 @@ class Scheduler:
           reason: counted in `SchedulerStats.finished`; "error" also drops and scrubs what the sequence computed.
           num_output_tokens: output tokens that stay (a stop string's own may not); no later one gets into the cache.
         """
+        self._ended.pop(seq_id, None)
         seq = self._state.sequences.get(seq_id)
         if seq is not None:
             self._end(seq, reason, num_output_tokens)
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Ends the sequences, waiting or running, whose deadline has passed."""
+        self._settle()
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             seq = self._state.sequences.get(heapq.heappop(self._deadlines)[1])
@@ -154,14 +159,16 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a sequence is unfinished or a plan is uncommitted."""
+        self._settle()
         return bool(self._state.sequences or self._in_flight)
 
     def is_live(self, seq_id: int) -> bool:
         """Whether the sequence has not ended."""
-        return seq_id in self._state.sequences
+        return seq_id in self._state.sequences and seq_id not in self._ended
 
     def stats(self) -> SchedulerStats:
         """Counts and gauges of now; a copy."""
+        self._settle()
         state = self._state
         counts = state.pool.count()
         return replace(
@@ -177,10 +184,12 @@ class Scheduler:
 
     def audit(self) -> None:
         """Asserts that no page, slot or swap room is lost, held twice, or counted wrong."""
+        self._settle()
         audit(self._state)
 
     def force_preempt(self, seq_id: int) -> bool:
         """Preempts a running sequence at the next plan, for tests; False when it does not run or may not be."""
+        self._settle()
         seq = self._state.running.get(seq_id)
         if seq is None or not is_preemptable(seq):
             return False
@@ -230,7 +239,7 @@ class Scheduler:
         count, reason, stop_id = append_tokens(seq, result.token_ids[:wanted], self.limits.eos_token_ids)
         assert reason or count == wanted, f"sequence {seq.seq_id} brought {len(result.token_ids)} tokens, not {wanted}"
         if reason is not None:
-            self._end(seq, reason)
+            self._ended[seq.seq_id] = reason
         if not (count or scored):
             return None
         return make_event(
@@ -241,6 +250,12 @@ class Scheduler:
             prompt_logprobs=scored,
             stop_token_id=stop_id,
         )
+
+    def _settle(self) -> None:
+        """Ends what ended by its own tokens. Not at once in `commit`: a stop string in those tokens may cut them."""
+        ended, self._ended = self._ended, {}
+        for seq_id, reason in ended.items():
+            self._end(self._state.sequences[seq_id], reason)
 
     def _end(self, seq: Sequence, reason: str, num_output_tokens: int | None = None) -> None:
         """Takes everything from a sequence and forgets it."""

@@ -8,9 +8,11 @@ A program is known by its shapes alone; nothing a user can ask for adds one:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
@@ -73,19 +75,29 @@ class ProgramSizes:
 
 
 class CompileCounter:
-    """Counts traces and compilations of this process, by jax's own monitoring events.
-
-    Attributes:
-      num_traces: functions traced so far.
-    """
+    """Counts the functions jax traces in this process while the counter lives, by jax's own monitoring events."""
 
     def __init__(self):
-        self.num_traces = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        counts: dict[int, int] = {}
 
-    def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event == "/jax/core/compile/jaxpr_trace_duration":
-            self.num_traces += 1
+        def on_event(event: str, duration_secs: float, **kwargs: Any) -> None:
+            if event == "/jax/core/compile/jaxpr_trace_duration":
+                thread = threading.get_ident()
+                counts[thread] = counts.get(thread, 0) + 1
+
+        self._counts = counts
+        jax.monitoring.register_event_duration_secs_listener(on_event)
+        weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, on_event)
+
+    @property
+    def num_traces(self) -> int:
+        """In all threads."""
+        return sum(self._counts.values())
+
+    @property
+    def num_traces_here(self) -> int:
+        """In the calling thread."""
+        return self._counts.get(threading.get_ident(), 0)
 
 
 class Programs:
@@ -94,6 +106,7 @@ class Programs:
     Attributes:
       sizes: static sizes.
       num_compiled: programs compiled so far.
+      num_recompiles: functions traced on this engine's behalf outside warm-up: 0, or a bug.
     """
 
     def __init__(
@@ -104,8 +117,12 @@ class Programs:
         pages,
         state,
         vocab_row_words: int,
+        counter: CompileCounter,
     ):
         self.sizes = sizes
+        self.num_recompiles = 0
+        self._counter = counter
+        self._is_counting = False
         self._context = context
         self._leaves = _shapes(leaves)
         self._pages = _shapes(pages)
@@ -130,13 +147,24 @@ class Programs:
         return [("admit",), *mixed, *decode, ("score",), ("scrub",), ("copy_out",), ("copy_in",)]
 
     def get(self, key: tuple) -> Callable[..., Any]:
-        """A compiled program; compiled now if warm-up left it out."""
-        found = self._compiled.get(key)
-        if found is None:
-            with self._lock:
-                lowered = self._lower(key)
-            found = self._compiled.setdefault(key, lowered.compile())
-        return found
+        """A compiled program; compiled now, and counted, if warm-up left it out."""
+        if key not in self._compiled:
+            with self.counting():
+                self._compile(key)
+        return self._compiled[key]
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Adds what this thread traces meanwhile to `num_recompiles`. May be nested; for the engine's own thread."""
+        if self._is_counting:
+            yield
+            return
+        before, self._is_counting = self._counter.num_traces_here, True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+            self.num_recompiles += self._counter.num_traces_here - before
 
     def warm_up(self, on_done: Callable[[tuple], None], num_threads: int = 2) -> None:
         """Compiles all programs. Tracing holds the interpreter; compiling runs in threads beside it.
@@ -145,7 +173,7 @@ class Programs:
           on_done: called with each finished program's key, in this thread.
         """
         with ThreadPoolExecutor(num_threads) as pool:
-            waiting = {pool.submit(self.get, key): key for key in self.keys()}
+            waiting = {pool.submit(self._compile, key): key for key in self.keys()}
             for done in as_completed(waiting):
                 done.result()
                 on_done(waiting[done])
@@ -154,6 +182,11 @@ class Programs:
         """Most bytes that any compiled program needs beside its arguments and results."""
         sizes = [program.memory_analysis() for program in self._compiled.values()]
         return max((int(s.temp_size_in_bytes) for s in sizes if s is not None), default=0)
+
+    def _compile(self, key: tuple) -> None:
+        with self._lock:
+            lowered = self._lower(key)
+        self._compiled[key] = lowered.compile()
 
     def _lower(self, key: tuple):
         make = getattr(self, f"_lower_{key[0]}")

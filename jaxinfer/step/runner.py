@@ -88,6 +88,10 @@ class Runner:
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Issues a plan; returns before the device has run it."""
+        with self._programs.counting():
+            return self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> PendingStep:
         for swap in plan.swap_outs:
             self._swapped[swap.seq_id] = self._copy_out(swap.page_ids)
         self._scrub(plan.scrub_page_ids)

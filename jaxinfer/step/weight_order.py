@@ -71,7 +71,7 @@ def _cpu_name() -> str:
 def _read(path: Path | None) -> dict[str, str]:
     try:
         loaded = json.loads(path.read_text()) if path else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return {k: v for k, v in loaded.items() if v in ("in_out", "out_in")} if isinstance(loaded, dict) else {}
 

@@ -33,7 +33,7 @@ class RaggedBatch(NamedTuple):
     Attributes:
       page_table_BM: int32, page of each Z positions; entries past the context are the null page 0.
       context_len_B: int32, positions a row attends to, its own query tokens included; 0 for an empty row.
-      query_start_R: int32 [B + 1], non-decreasing; an empty row has no tokens.
+      query_start_R: int32 [B + 1], non-decreasing. An empty row has no tokens, or one whose output means nothing.
     """
 
     page_table_BM: jax.Array

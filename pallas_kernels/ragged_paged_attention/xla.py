@@ -215,15 +215,35 @@ def _attend_single(q_BKGH, pages, items: FlatItems, scale, soft_cap):
         p_CKGZ = _exp(s_CKGZ - _take(new_peak_BKG, row_C)[..., None])
         pv_CKGH = (p_CKGZ[..., None] * v_CKZH[:, :, None]).sum(3)
         keep_BKG = _exp(peak_BKG - new_peak_BKG)
-        to_row_BC = is_row_BC.astype(jnp.float32)
-        total_BKG = total_BKG * keep_BKG + (to_row_BC @ p_CKGZ.sum(3).reshape(chunk, -1)).reshape(total_BKG.shape)
-        acc_BKGH = acc_BKGH * keep_BKG[..., None] + (to_row_BC @ pv_CKGH.reshape(chunk, -1)).reshape(acc_BKGH.shape)
+        total_BX, acc_BX = _sum_into_rows(
+            is_row_BC.astype(jnp.float32), p_CKGZ.sum(3).reshape(chunk, -1), pv_CKGH.reshape(chunk, -1)
+        )
+        total_BKG = total_BKG * keep_BKG + total_BX.reshape(total_BKG.shape)
+        acc_BKGH = acc_BKGH * keep_BKG[..., None] + acc_BX.reshape(acc_BKGH.shape)
         return new_peak_BKG, total_BKG, acc_BKGH
 
     column = (num_rows, num_kv, group)
     start = (jnp.full(column, LOWEST, jnp.float32), jnp.zeros(column, jnp.float32), jnp.zeros_like(q_BKGH))
     _, total_BKG, acc_BKGH = lax.fori_loop(0, items.num_chunks, body, start)
     return acc_BKGH / jnp.maximum(total_BKG, 1e-30)[..., None]
+
+
+def _sum_into_rows(to_row_BC, total_CX, value_CX):
+    """Sums items into their rows by a one-hot product. An item that is not finite makes its own row NaN and no other.
+
+    0 * NaN is NaN, so a product alone would spread one row's fault to all. The careful form runs only when that
+    happened.
+    """
+    total_BX, value_BX = to_row_BC @ total_CX, to_row_BC @ value_CX
+
+    def isolate():
+        is_bad_C1 = ~(jnp.isfinite(total_CX).all(1) & jnp.isfinite(value_CX).all(1))[:, None]
+        fault_B1 = jnp.where(to_row_BC @ is_bad_C1.astype(jnp.float32) > 0, jnp.nan, 0.0)
+        clean_total_CX, clean_value_CX = (jnp.where(is_bad_C1, 0.0, x) for x in (total_CX, value_CX))
+        return to_row_BC @ clean_total_CX + fault_B1, to_row_BC @ clean_value_CX + fault_B1
+
+    is_fine = jnp.isfinite(total_BX).all() & jnp.isfinite(value_BX).all()
+    return lax.cond(is_fine, lambda: (total_BX, value_BX), isolate)
 
 
 def _attend_tiles(q_TKGH, pages, tiles: Tiles, scale, soft_cap):

@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.variants import assert_idle, greedy, ids_of, prompts_of, requests_of, run, shared_tiny, variant
+from engine.variants import (
+    assert_idle,
+    greedy,
+    ids_of,
+    preempt_every,
+    prompts_of,
+    requests_of,
+    run,
+    shared_tiny,
+    variant,
+)
 from tiny import tiny_engine, tiny_request
 
 from jaxinfer import LLM
@@ -57,14 +67,17 @@ def test_every_mesh_gives_the_same_tokens(expected: list[list[int]], data: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preemption_on_two_devices_gives_the_same_tokens(expected: list[list[int]], mode: str):
-    """Pages divided by heads leave for the host and come back."""
-    loaded = tiny_engine(model=2, max_num_seqs=4, preemption_mode=mode, num_pages=12, max_model_len=128, warm_up=False)
-    outputs = run(loaded.engine, some_requests())
-    assert ids_of(outputs) + ids_of(outputs[len(PROMPTS) :], 1) == expected
-    assert loaded.engine.scheduler.stats().num_preemptions > 0
-    assert_idle(loaded.engine)
+def test_preemption_on_two_devices_gives_the_same_tokens(expected: list[list[int]]):
+    """Pages divided by heads leave for the host and come back, or are computed again."""
+    loaded = tiny_engine(model=2, max_num_seqs=4, max_num_batched_tokens=16, warm_up=False)
+    for mode in ("recompute", "swap"):
+        engine = variant(loaded, preemption_mode=mode, rounds_per_dispatch=1).engine
+        outputs = run(engine, some_requests(), before_step=preempt_every(engine, 2))
+        assert ids_of(outputs) + ids_of(outputs[len(PROMPTS) :], 1) == expected
+        stats = engine.scheduler.stats()
+        assert stats.num_preemptions > 5
+        assert (stats.num_swap_outs > 0) == (mode == "swap")
+        assert_idle(engine)
 
 
 def test_more_devices_than_there_are_is_refused_with_numbers():

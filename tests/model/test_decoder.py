@@ -127,7 +127,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {"op": "reference"},
     "out_in": {"order": "out_in"},
     "tied": {"is_tied": True},
-    "three KV heads": {"num_heads": 6, "num_kv_heads": 3},
     "windows": {"layer_windows": (16, None)},
     "2x2 mesh": {"mesh": (2, 2)},
     "3 KV heads on 2 devices": {"num_heads": 6, "num_kv_heads": 3, "mesh": (1, 2)},

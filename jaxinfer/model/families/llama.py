@@ -35,6 +35,18 @@ def gguf_architecture(require: Callable, find: Callable, tensor_names, source: s
     hidden = require("llama.embedding_length", int)
     num_kv = find("llama.attention.head_count_kv", int) or num_heads
     vocab_size = len(require("tokenizer.ggml.tokens", list))
+    head_dim = find("llama.attention.key_length", int) or hidden // max(1, num_heads)
+    num_layers = require("llama.block_count", int)
+    if num_layers < 1:
+        raise CheckpointError(f"{source}: llama.block_count is {num_layers}; a model has at least one layer")
+    if head_dim % 2:
+        raise CheckpointError(f"{source}: heads of {head_dim} values; rotary embedding needs an even number")
+    if (find("llama.rope.dimension_count", int) or head_dim) != head_dim:
+        raise CheckpointError(
+            f"{source}: llama.rope.dimension_count is not the heads' {head_dim}: not supported by this version"
+        )
+    if (find("llama.rope.scale_linear", float) or 1.0) != 1.0:
+        raise CheckpointError(f"{source}: llama.rope.scale_linear: rotary scaling is not supported by this version")
     if min(num_heads, num_kv, hidden) < 1 or num_heads % num_kv or hidden % num_heads:
         raise CheckpointError(f"{source}: {num_heads} heads, {num_kv} KV heads and width {hidden} do not fit together")
     if find("llama.expert_count", int):
@@ -44,11 +56,11 @@ def gguf_architecture(require: Callable, find: Callable, tensor_names, source: s
             raise CheckpointError(f"{source}: {key}: rotary scaling from GGUF files is not supported by this version")
     return Architecture(
         vocab_size=vocab_size,
-        num_layers=require("llama.block_count", int),
+        num_layers=num_layers,
         hidden_size=hidden,
         num_heads=num_heads,
         num_kv_heads=num_kv,
-        head_dim=find("llama.attention.key_length", int) or hidden // num_heads,
+        head_dim=head_dim,
         intermediate_size=require("llama.feed_forward_length", int),
         max_positions=require("llama.context_length", int),
         rms_norm_eps=float(require("llama.attention.layer_norm_rms_epsilon", float)),
@@ -64,30 +76,37 @@ def gguf_weight(arch: Architecture, name: str, load: Callable[[str], np.ndarray]
       name: `top.<path>` or `layers.<i>.<path>`, as in `model.params.fill`.
       load: tensor name -> float32 array in [out, in] order.
       order: weight order of `model.linear`.
+
+    Raises:
+      CheckpointError: a layer's tensor has another shape than the file's sizes say.
     """
     if name in _TOP:
         return load(_TOP[name])
     _, layer, path = name.split(".", 2)
-    k, g, h, d = arch.num_kv_heads, arch.group_size, arch.head_dim, arch.hidden_size
+    k, g, h, d, f = arch.num_kv_heads, arch.group_size, arch.head_dim, arch.hidden_size, arch.intermediate_size
 
-    def tensor(suffix: str) -> np.ndarray:
-        return load(f"blk.{layer}.{suffix}.weight")
+    def tensor(suffix: str, *shape: int) -> np.ndarray:
+        full_name = f"blk.{layer}.{suffix}.weight"
+        found = load(full_name)
+        if found.shape != shape:
+            raise CheckpointError(f"tensor {full_name} has shape {found.shape}; the file's own sizes need {shape}")
+        return found
 
     if path == "attention_norm.weight":
-        return tensor("attn_norm")
+        return tensor("attn_norm", d)
     if path == "mlp_norm.weight":
-        return tensor("ffn_norm")
+        return tensor("ffn_norm", d)
     if path == "attention.qkv.weight":
-        q_KGHD = _halves(tensor("attn_q"), k * g, h).reshape(k, g, h, d)
-        k_K1HD = _halves(tensor("attn_k"), k, h).reshape(k, 1, h, d)
-        v_K1HD = tensor("attn_v").reshape(k, 1, h, d)
+        q_KGHD = _halves(tensor("attn_q", k * g * h, d), k * g, h).reshape(k, g, h, d)
+        k_K1HD = _halves(tensor("attn_k", k * h, d), k, h).reshape(k, 1, h, d)
+        v_K1HD = tensor("attn_v", k * h, d).reshape(k, 1, h, d)
         return _ordered(np.concatenate([q_KGHD, k_K1HD, v_K1HD], axis=1), 1, order)
     if path == "attention.out.weight":
-        return _ordered(tensor("attn_output").reshape(d, k, g, h), 3, order)
+        return _ordered(tensor("attn_output", d, k * g * h).reshape(d, k, g, h), 3, order)
     if path == "mlp.gate_up.weight":
-        return _ordered(np.stack([tensor("ffn_gate"), tensor("ffn_up")]), 1, order)
+        return _ordered(np.stack([tensor("ffn_gate", f, d), tensor("ffn_up", f, d)]), 1, order)
     assert path == "mlp.down.weight", path
-    return _ordered(tensor("ffn_down"), 1, order)
+    return _ordered(tensor("ffn_down", d, f), 1, order)
 
 
 _TOP = {"top.embedding": "token_embd.weight", "top.norm.weight": "output_norm.weight", "top.head": "output.weight"}
