@@ -113,7 +113,7 @@ def load_engine(config: EngineConfig, on_progress: Callable[[str, int, int], Non
         nonlocal done
         done += 1
         tell("loading weights", done, total)
-        value = _translate(lambda: gguf_weight(arch, name, gguf.load, order))
+        value = _translate(lambda: gguf_weight(arch, name, gguf.load, order, source))
         if value.shape != struct.shape:
             raise CheckpointError(
                 f"{source}: parameter {name} has shape {value.shape}; the architecture needs {struct.shape}"

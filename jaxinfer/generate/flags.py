@@ -30,7 +30,8 @@ By default the likeliest token is taken (temperature 0), so the same prompt has 
 
 # The command's own defaults, where they are not those of `SamplingParams` and `EngineConfig`: a person at a terminal
 # wants the same answer twice, more than 16 tokens of it, and to wait for no program but those that this answer needs.
-DEFAULTS = {"temperature": 0.0, "max_tokens": 128, "warm_up": False}
+DEFAULTS = {"temperature": 0.0, "max_tokens": 128}
+ENGINE_DEFAULTS = {"warm_up": False}
 # Both halves have a seed; the answer's is the one a person means.
 ENGINE_FLAG_NAMES = {"seed": "engine_seed"}
 ALIASES = {"enable_prefix_caching": ("--prefix-caching",)}
@@ -146,7 +147,7 @@ def _engine_flags() -> Iterable[_Flag]:
     """The flags of `EngineConfig`: its parts' fields, then its own."""
     for kind in get_type_hints(EngineConfig).values():
         if is_dataclass(kind):
-            yield from _own_flags(kind, DEFAULTS)  # pyright: ignore[reportArgumentType] - is_dataclass is true of instances too
+            yield from _own_flags(kind, ENGINE_DEFAULTS)  # pyright: ignore[reportArgumentType] - is_dataclass is true of instances too
     yield from _own_flags(EngineConfig, names=ENGINE_FLAG_NAMES)
 
 

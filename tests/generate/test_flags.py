@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.generate.flags import DEFAULTS, attribute_texts, parse, usage_error
+from jaxinfer.generate.flags import DEFAULTS, ENGINE_DEFAULTS, attribute_texts, parse, usage_error
 from jaxinfer.request import SamplingParams
 
 PARTS = [f.default_factory for f in dataclasses.fields(EngineConfig) if f.default_factory is not dataclasses.MISSING]
@@ -46,10 +46,10 @@ def test_attribute_texts_joins_lines_and_gives_a_shared_entry_to_each_name():
     assert attribute_texts(Example) == {"a": "first line, second line.", "b": "both.", "c": "both."}
 
 
-def test_without_flags_the_classes_own_defaults_are_used_but_for_two():
+def test_without_flags_the_classes_own_defaults_are_used_but_for_three():
     options = parse(["hi"])
     assert SamplingParams(**options.sampling) == SamplingParams(**DEFAULTS)
-    assert EngineConfig.from_flat(**options.engine) == EngineConfig()
+    assert EngineConfig.from_flat(**options.engine) == EngineConfig.from_flat(**ENGINE_DEFAULTS)
     assert options.command.prompts == ("hi",)
     assert options.command.stream
     assert not options.command.json

@@ -69,13 +69,16 @@ def gguf_architecture(require: Callable, find: Callable, tensor_names, source: s
     )
 
 
-def gguf_weight(arch: Architecture, name: str, load: Callable[[str], np.ndarray], order: str) -> np.ndarray:
+def gguf_weight(
+    arch: Architecture, name: str, load: Callable[[str], np.ndarray], order: str, source: str = "memory"
+) -> np.ndarray:
     """One parameter as float32, from the file's tensors.
 
     Args:
       name: `top.<path>` or `layers.<i>.<path>`, as in `model.params.fill`.
       load: tensor name -> float32 array in [out, in] order.
       order: weight order of `model.linear`.
+      source: the file, for errors.
 
     Raises:
       CheckpointError: a layer's tensor has another shape than the file's sizes say.
@@ -89,7 +92,7 @@ def gguf_weight(arch: Architecture, name: str, load: Callable[[str], np.ndarray]
         full_name = f"blk.{layer}.{suffix}.weight"
         found = load(full_name)
         if found.shape != shape:
-            raise CheckpointError(f"tensor {full_name} has shape {found.shape}; the file's own sizes need {shape}")
+            raise CheckpointError(f"{source}: {full_name} has shape {found.shape}; the file's own sizes need {shape}")
         return found
 
     if path == "attention_norm.weight":
