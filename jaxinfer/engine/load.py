@@ -28,7 +28,7 @@ from jaxinfer.model.params import fill
 from jaxinfer.sampling import packed_row_size
 from jaxinfer.schedule.scheduler import Scheduler
 from jaxinfer.step import CompileCounter, MemoryPlan, Programs, ProgramSizes, Runner, plan_memory
-from jaxinfer.step.compiled import cached_layer
+from jaxinfer.step.compiled import traced_once
 from jaxinfer.step.programs import ProgramContext
 from jaxinfer.step.slot_state import SlotState
 from jaxinfer.step.weight_order import choose_weight_order
@@ -154,7 +154,7 @@ def build_engine(
     state = jax.device_put(SlotState.zeros(sizes.num_slots, sizes.max_model_len, arch.vocab_size), rules.replicated)
     seconds = {"pages": time.perf_counter() - started}
     started = time.perf_counter()
-    context = ProgramContext(arch, page_format.op, rules, page_format.page_size, rebuild, cached_layer(run_layer))
+    context = ProgramContext(arch, page_format.op, rules, page_format.page_size, rebuild, traced_once(run_layer, 3))
     programs = Programs(context, sizes, leaves, pages, state, packed_row_size(arch.vocab_size), counter)
     if config.compile.warm_up:
         total = len(programs.keys())

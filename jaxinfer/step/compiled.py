@@ -247,6 +247,6 @@ def _shapes(tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
-def cached_layer(run_layer):
-    """`run_layer` traced once for all layers that share a static graph and shapes."""
-    return jax.jit(run_layer, static_argnums=(0, 1, 2))
+def traced_once(function: Callable[..., Any], num_static: int) -> Callable[..., Any]:
+    """`function` traced once for each value of its first `num_static` (hashable) arguments and shapes of the rest."""
+    return jax.jit(function, static_argnums=tuple(range(num_static)))

@@ -100,7 +100,7 @@ def write(pages, k_TKH, v_TKH, page_T, offset_T):
 
 def items_per_chunk(num_rows: int, page_size: int) -> int:
     """C: many, to spread a loop's fixed cost (about 60 us on a CPU); few, so that short contexts waste little."""
-    return max(8, num_rows * max(1, 96 // page_size))
+    return max(8, num_rows * max(1, 192 // page_size))
 
 
 def _flat_items(batch: RaggedBatch, is_single_B, num_tokens: int, page_size: int, window: int | None) -> FlatItems:
@@ -242,7 +242,8 @@ def _sum_into_rows(to_row_BC, total_CX, value_CX):
         clean_total_CX, clean_value_CX = (jnp.where(is_bad_C1, 0.0, x) for x in (total_CX, value_CX))
         return to_row_BC @ clean_total_CX + fault_B1, to_row_BC @ clean_value_CX + fault_B1
 
-    is_fine = jnp.isfinite(total_BX).all() & jnp.isfinite(value_BX).all()
+    # A sum of x * 0 is 0 unless some x is not finite. It costs nothing here; isfinite().all() a tenth of the step.
+    is_fine = (total_BX * 0.0).sum() + (value_BX * 0.0).sum() == 0.0
     return lax.cond(is_fine, lambda: (total_BX, value_BX), isolate)
 
 
