@@ -347,7 +347,7 @@ def attend(q_TKGH, pages, work: XlaWork, *, scale, soft_cap=None):
 
 OP = AttentionOp(
     name="xla",
-    default_page_size=32,
+    default_page_size=64,
     kv_head_axis=1,
     page_shapes=page_shapes,
     write=write,
