@@ -15,6 +15,9 @@ from jaxinfer.config import cache_folder
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+# transformers and torch warn of their own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 NUM_PROMPTS = 12
 NUM_TOKENS = 24
 # Two float32 programs of 30 layers differ by up to 4e-5 in a log probability here; a wrong mask or weight by far more.
