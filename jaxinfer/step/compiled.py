@@ -178,11 +178,6 @@ class Programs:
                 done.result()
                 on_done(waiting[done])
 
-    def temporary_bytes(self) -> int:
-        """Most bytes that any compiled program needs beside its arguments and results."""
-        sizes = [program.memory_analysis() for program in self._compiled.values()]
-        return max((int(s.temp_size_in_bytes) for s in sizes if s is not None), default=0)
-
     def _compile(self, key: tuple) -> None:
         with self._lock:
             lowered = self._lower(key)

@@ -65,12 +65,14 @@ def _bits(x):
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
+def _pack_logprobs(logprob_B, rank_B, ids_BK, logprobs_BK):
+    """int32 [B, LOGPROB_WORDS]: the one layout of log probabilities on their way to the host."""
+    return jnp.concatenate([_bits(logprob_B)[:, None], rank_B[:, None], ids_BK, _bits(logprobs_BK)], axis=1)
+
+
 def _logprob_words(choice: Choice):
-    """int32 [B, LOGPROB_WORDS]."""
-    return jnp.concatenate(
-        [_bits(choice.logprob_B)[:, None], choice.rank_B[:, None], choice.top_ids_BK, _bits(choice.top_logprobs_BK)],
-        axis=1,
-    )
+    """int32 [B, LOGPROB_WORDS] of sampled tokens."""
+    return _pack_logprobs(choice.logprob_B, choice.rank_B, choice.top_ids_BK, choice.top_logprobs_BK)
 
 
 class DecodeNews(NamedTuple):
@@ -210,7 +212,7 @@ def score(ctx: ProgramContext, leaves, hidden: PromptHidden, num_tokens):
         logits_BV = ctx.head(leaves, x_BD)
         logprob_B, rank_B = token_logprobs(logits_BV, target_B)
         ids_BK, logprobs_BK = top_logprobs(logits_BV)
-        words_BW = jnp.concatenate([_bits(logprob_B)[:, None], rank_B[:, None], ids_BK, _bits(logprobs_BK)], axis=1)
+        words_BW = _pack_logprobs(logprob_B, rank_B, ids_BK, logprobs_BK)
         return lax.dynamic_update_slice(words_TW, words_BW, (first, 0))
 
     num_blocks = (num_tokens + block - 1) // block
