@@ -33,7 +33,7 @@ from jaxinfer.step.programs import ProgramContext
 from jaxinfer.step.slot_state import SlotState
 from jaxinfer.step.weight_order import choose_weight_order
 from jaxinfer.text import ChatTemplate, Tokenizer
-from pallas_kernels.ragged_paged_attention import get_attention
+from pallas_kernels.ragged_paged_attention import AttentionNeeds, get_attention
 
 HEAD_ROOM_BYTES = 64 << 20  # for temporaries of programs, beside the logits
 
@@ -179,11 +179,19 @@ def build_engine(
 
 
 def _page_format(config: EngineConfig, arch: Architecture, dtype, rules: MeshRules) -> PageFormat:
+    kv_dtype = dtype if config.model.kv_cache_dtype == "auto" else jnp.dtype(config.model.kv_cache_dtype)
+    needs = AttentionNeeds(
+        platform=rules.mesh.devices.flat[0].platform,
+        head_dim=arch.head_dim,
+        group=arch.group_size,
+        page_size=config.cache.page_size,
+        dtype=jnp.dtype(dtype).name,
+        kv_dtype=jnp.dtype(kv_dtype).name,
+    )
     try:
-        op = get_attention(config.compile.attention, rules.mesh.devices.flat[0].platform)
+        op = get_attention(config.compile.attention, needs).op
     except NotImplementedError as why:
         raise ConfigError(str(why)) from why
-    kv_dtype = dtype if config.model.kv_cache_dtype == "auto" else jnp.dtype(config.model.kv_cache_dtype)
     return PageFormat(arch, op, config.cache.page_size or op.default_page_size, kv_dtype)
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from pallas_kernels.dispatch import Choice, choose
 from pallas_kernels.ragged_paged_attention import reference, xla
-from pallas_kernels.ragged_paged_attention.contract import AttentionOp
+from pallas_kernels.ragged_paged_attention.contract import AttentionNeeds
 
 IMPLEMENTATIONS = {"reference": reference.OP, "xla": xla.OP}
+ORDER: dict[str, tuple[str, ...]] = {}  # by platform, best first; `xla` runs everywhere
 
 
-def get_attention(name: str, platform: str) -> AttentionOp:
+def get_attention(name: str, needs: AttentionNeeds) -> Choice:
     """Finds an implementation.
 
     Args:
-      name: `auto`, `reference` or `xla`.
-      platform: jax's name of the device's platform; `auto` takes that platform's default.
+      name: `auto` for the platform's best that can run, or an implementation's own name.
 
     Raises:
-      NotImplementedError: no such implementation; asking by name never falls back.
+      NotImplementedError: there is none of that name, or it cannot run what is needed; the message says why.
     """
-    if name == "auto":
-        return IMPLEMENTATIONS["xla"]  # every platform's default until it has a kernel of its own
-    if name not in IMPLEMENTATIONS:
-        raise NotImplementedError(
-            f"attention implementation {name!r} is not built for {platform}; "
-            f"there are: auto, {', '.join(IMPLEMENTATIONS)}"
-        )
-    return IMPLEMENTATIONS[name]
+    return choose("attention", name, needs, IMPLEMENTATIONS, (*ORDER.get(needs.platform, ()), "xla"))

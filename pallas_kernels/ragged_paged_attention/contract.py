@@ -13,6 +13,11 @@ anything.
 
 An implementation owns its page layout: only `page_shapes`, `write` and `attend` know it. What depends on the batch but
 not on the layer is worked out once per step by `prepare`.
+
+Quantized pages (int8, or float8_e4m3fn) hold a key or value divided by a float32 scale of its own, one per position and
+KV head: the head's largest magnitude over the dtype's largest number, 1 where that is 0. `write` computes it, and the
+scales are one more leaf of the page arrays. A score is multiplied by its key's scale after the product, a weight by its
+value's before: no head is ever rebuilt.
 """
 
 from __future__ import annotations
@@ -41,6 +46,25 @@ class RaggedBatch(NamedTuple):
     query_start_R: jax.Array
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionNeeds:
+    """What an implementation must run. None where the caller does not know it yet.
+
+    Attributes:
+      platform: jax's name of the devices' platform.
+      head_dim, group: H, and query heads per KV head.
+      page_size: Z; None asks for the implementation's own default.
+      dtype, kv_dtype: names of the dtypes of activations and of pages.
+    """
+
+    platform: str
+    head_dim: int | None = None
+    group: int | None = None
+    page_size: int | None = None
+    dtype: str | None = None
+    kv_dtype: str | None = None
+
+
 @dataclass(frozen=True)
 class AttentionOp:
     """One implementation.
@@ -57,6 +81,7 @@ class AttentionOp:
         `max_query_len` bounds every row's query tokens, and 1 promises that row b's token is token b.
       attend: (q_TKGH, pages, work, *, scale, soft_cap) -> out_TKGH in q's dtype; scores and sums in float32. Outputs of
         padding tokens are finite and mean nothing. Query position p sees key positions in (p - sliding_window, p].
+      why_not: AttentionNeeds -> None, or why this implementation cannot run them here, and what to do about it.
     """
 
     name: str
@@ -66,3 +91,4 @@ class AttentionOp:
     write: Callable[..., Pages]
     prepare: Callable[..., Work]
     attend: Callable[..., jax.Array]
+    why_not: Callable[[AttentionNeeds], str | None] = lambda needs: None

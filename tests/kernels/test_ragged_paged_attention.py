@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention import RaggedBatch, get_attention
+from pallas_kernels.ragged_paged_attention import AttentionNeeds, RaggedBatch, get_attention
 from pallas_kernels.ragged_paged_attention.cases import CASES, AttentionCase
 
 NAMES = ("reference", "xla")
@@ -120,7 +120,7 @@ def expected(drawn: Drawn) -> list[np.ndarray]:
 @functools.cache
 def filled_pages(case: AttentionCase, name: str):
     """The pool with every context written, in one call that is padded with writes to the null page."""
-    drawn, op = draw(case), get_attention(name, "cpu")
+    drawn, op = draw(case), get_attention(name, AttentionNeeds(platform="cpu")).op
     page_T, offset_T = np.zeros(WRITTEN, np.int32), np.zeros(WRITTEN, np.int32)
     k_TKH, v_TKH = (np.zeros((WRITTEN, *drawn.q_TKGH.shape[1::2]), drawn.q_TKGH.dtype) for _ in range(2))
     end = 0
@@ -144,7 +144,10 @@ def filled_pages(case: AttentionCase, name: str):
 
 @functools.cache
 def _writer(name: str):
-    return jax.jit(get_attention(name, "cpu").write, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(
+        get_attention(name, AttentionNeeds(platform="cpu")).op.write,
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
 
 
 def _with_null_page_nan(array):
@@ -163,7 +166,7 @@ def _compiled(
     scale: float,
     llvm_level: int = 0,
 ):
-    op = get_attention(name, "cpu")
+    op = get_attention(name, AttentionNeeds(platform="cpu")).op
 
     def run(q_TKGH, pages, batch):
         work = op.prepare(
@@ -340,7 +343,7 @@ def test_a_row_whose_own_pages_are_not_finite_spoils_no_other(case_name, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_written_values_come_back_and_nothing_else_changes(name, dtype):
     """Seven tokens into page 3, three of padding into the null page; a window of 1 reads each value back as it is."""
-    op, dtype = get_attention(name, "cpu"), jnp.dtype(dtype)
+    op, dtype = get_attention(name, AttentionNeeds(platform="cpu")).op, jnp.dtype(dtype)
     page_T = np.array([3] * 7 + [0] * 3, np.int32)
     offset_T = np.array([*range(7), 0, 1, 0], np.int32)
     rng = np.random.default_rng(0)
@@ -365,7 +368,8 @@ def test_written_values_come_back_and_nothing_else_changes(name, dtype):
 def test_keys_and_values_of_another_dtype_are_cast_when_written(name):
     """Pages may be bfloat16 under float32 activations."""
     pages = jax.tree.map(
-        lambda s: np.zeros(s.shape, s.dtype), get_attention(name, "cpu").page_shapes(2, 1, 8, 8, jnp.bfloat16)
+        lambda s: np.zeros(s.shape, s.dtype),
+        get_attention(name, AttentionNeeds(platform="cpu")).op.page_shapes(2, 1, 8, 8, jnp.bfloat16),
     )
     k_TKH = np.linspace(0, 1, 8, dtype=np.float32).reshape(1, 1, 8)
     pages = _writer(name)(pages, k_TKH, 2 * k_TKH, np.ones(1, np.int32), np.zeros(1, np.int32))
@@ -376,13 +380,13 @@ def test_keys_and_values_of_another_dtype_are_cast_when_written(name):
 
 
 def test_an_unknown_implementation_says_so_and_never_falls_back():
-    with pytest.raises(NotImplementedError, match=r"'flash' is not built for cpu; there are: auto, reference, xla"):
-        get_attention("flash", "cpu")
+    with pytest.raises(NotImplementedError, match=r"'flash' does not exist; there are: auto, reference, xla"):
+        get_attention("flash", AttentionNeeds(platform="cpu"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_implementation_asked_for_by_name_is_that_one(name):
-    assert get_attention(name, "cpu").name == name
+    assert get_attention(name, AttentionNeeds(platform="cpu")).op.name == name
 
 
 def test_case_names_are_unique():

@@ -23,7 +23,7 @@ from jaxinfer.model import (
     logits,
     pages_for_layers,
 )
-from pallas_kernels.ragged_paged_attention import RaggedBatch, get_attention
+from pallas_kernels.ragged_paged_attention import AttentionNeeds, RaggedBatch, get_attention
 
 PAGE_SIZE, NUM_PAGES, ROWS, TOKENS, WIDTH = 8, 40, 4, 64, 8
 # Largest difference of a logit; logits have a standard deviation of about 1.6.
@@ -37,7 +37,7 @@ class PagedModel:
     """Model T over its own pages, packed by numpy: one call is one step."""
 
     def __init__(self, arch: Architecture, *, op: str = "xla", dtype: str = "float32", order="in_out", mesh=(1, 1)):
-        self.arch, self.op, self.rules = arch, get_attention(op, "cpu"), tiny_mesh(*mesh)
+        self.arch, self.op, self.rules = arch, get_attention(op, AttentionNeeds(platform="cpu")).op, tiny_mesh(*mesh)
         self.params = tiny_params(arch, self.rules, order=order, dtype=jnp.dtype(dtype))
         self.oracle = Oracle.of(self.params, arch, order)
         self.format = PageFormat(arch, self.op, PAGE_SIZE, jnp.dtype(dtype))

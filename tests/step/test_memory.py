@@ -15,9 +15,11 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.model import PageFormat
 from jaxinfer.step import memory
 from jaxinfer.step.memory import HOST_POOL_BYTES, MemoryPlan, free_bytes, plan_memory
-from pallas_kernels.ragged_paged_attention import get_attention
+from pallas_kernels.ragged_paged_attention import AttentionNeeds, get_attention
 
-FORMAT = PageFormat(tiny_architecture(), get_attention("xla", "cpu"), 16, jnp.dtype("float32"))
+FORMAT = PageFormat(
+    tiny_architecture(), get_attention("xla", AttentionNeeds(platform="cpu")).op, 16, jnp.dtype("float32")
+)
 PAGE_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, KV heads, positions, head_dim, float32
 
 
