@@ -6,6 +6,8 @@ static graph, and `LayerCall` lets the caller hand in a cached version of `run_l
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,18 +31,26 @@ LayerCall = Callable[..., tuple[jax.Array, Any]]
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward blocks with residuals."""
+    """Attention and feed-forward blocks with residuals, a norm in front of each, and behind each where there is one."""
 
-    def __init__(self, arch: Architecture, *, order: str, dtype, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, rngs=rngs)
+    def __init__(self, arch: Architecture, *, order: str, dtype, rngs: nnx.Rngs | None):
+        norm = functools.partial(_norm, arch, dtype=dtype, rngs=rngs)
+        self.attention_norm = norm()
         self.attention = SelfAttention(arch, order=order, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, rngs=rngs)
+        self.attention_post_norm = norm() if arch.has_post_norms else None
+        self.mlp_norm = norm()
         self.mlp = GatedMLP(arch, order=order, dtype=dtype, rngs=rngs)
+        self.mlp_post_norm = norm() if arch.has_post_norms else None
 
     def __call__(self, x_TD, pages, inputs: AttentionInput, op: AttentionOp, rules: MeshRules):
         attended_TD, pages = self.attention(self.attention_norm(x_TD), pages, inputs, op, rules)
+        if self.attention_post_norm is not None:
+            attended_TD = self.attention_post_norm(attended_TD)
         x_TD = x_TD + attended_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), pages
+        fed_TD = self.mlp(self.mlp_norm(x_TD))
+        if self.mlp_post_norm is not None:
+            fed_TD = self.mlp_post_norm(fed_TD)
+        return x_TD + fed_TD, pages
 
 
 class Decoder(nnx.Module):
@@ -50,13 +60,17 @@ class Decoder(nnx.Module):
       embedding: [V, D].
       head: [V, D], or None when tied to the embedding.
       layers: taken out by `params.split_decoder`, which leaves None.
+      embedding_scale: what embeddings are multiplied by, or None.
+      logit_soft_cap: c in c * tanh(logit / c), or None.
     """
 
-    def __init__(self, arch: Architecture, *, order: str = "in_out", dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, arch: Architecture, *, order: str = "in_out", dtype=jnp.float32, rngs: nnx.Rngs | None):
         table = (arch.vocab_size, arch.hidden_size)
         self.embedding = declare(rngs, table, ("vocab", None), dtype=dtype, scale=0.02)
         self.head = None if arch.is_tied else declare(rngs, table, ("vocab", None), dtype=dtype, scale=0.02)
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, rngs=rngs)
+        self.norm = _norm(arch, dtype=dtype, rngs=rngs)
+        self.embedding_scale = math.sqrt(arch.hidden_size) if arch.is_embedding_scaled else None
+        self.logit_soft_cap = arch.logit_soft_cap
         self.layers = nnx.data(
             [DecoderLayer(arch, order=order, dtype=dtype, rngs=rngs) for _ in range(arch.num_layers)]
         )
@@ -85,8 +99,11 @@ def run_layer(graph, op: AttentionOp, rules: MeshRules, state, x_TD, pages, inpu
 
 def embed(params: ModelParams, rules: MeshRules, token_T):
     """Hidden states [T, D] of int32 tokens, divided over "data" where they divide."""
-    table_VD = nnx.merge(params.top_graph, params.top).embedding[...]
-    x_TD = table_VD.at[token_T].get(mode="promise_in_bounds")
+    top = nnx.merge(params.top_graph, params.top)
+    x_TD = top.embedding[...].at[token_T].get(mode="promise_in_bounds")
+    if top.embedding_scale is not None:
+        # Rounded first, as the model was trained: in bfloat16 sqrt(3072) = 55.43 is 55.5.
+        x_TD = x_TD * jnp.asarray(top.embedding_scale, x_TD.dtype)
     return lax.with_sharding_constraint(x_TD, NamedSharding(rules.mesh, rules.spec(x_TD.shape, ("tokens", None))))
 
 
@@ -122,11 +139,11 @@ def forward(
         )
         for window in arch.windows
     }
-    cos_TH, sin_TH = phases(arch, inputs.position_T)
+    cos_T2H, sin_T2H = phases(arch, inputs.position_T)
     x_TD = embed(params, rules, inputs.token_T)
     new_pages = []
     for i, (graph, state) in enumerate(zip(params.layer_graphs, params.layers, strict=True)):
-        attention_input = AttentionInput(cos_TH, sin_TH, inputs.page_T, inputs.offset_T, works[arch.window(i)])
+        attention_input = AttentionInput(cos_T2H, sin_T2H, inputs.page_T, inputs.offset_T, works[arch.window(i)])
         x_TD, layer_pages = call_layer(graph, op, rules, state, x_TD, pages[i], attention_input)
         new_pages.append(layer_pages)
     return x_TD, tuple(new_pages)
@@ -143,4 +160,11 @@ def logits(params: ModelParams, rules: MeshRules, x_TD):
     table_VD = (top.embedding if top.head is None else top.head)[...]
     # Table first: on a CPU [V, D] x [T, D]^T is up to a quarter faster than the other way round.
     y_VT = dot(table_VD, x_TD, 1)
-    return lax.with_sharding_constraint(y_VT.T.astype(jnp.float32), NamedSharding(rules.mesh, PartitionSpec()))
+    y_TV = y_VT.T.astype(jnp.float32)
+    if top.logit_soft_cap is not None:
+        y_TV = top.logit_soft_cap * jnp.tanh(y_TV / top.logit_soft_cap)
+    return lax.with_sharding_constraint(y_TV, NamedSharding(rules.mesh, PartitionSpec()))
+
+
+def _norm(arch: Architecture, *, dtype, rngs: nnx.Rngs | None) -> RMSNorm:
+    return RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype=dtype, rngs=rngs, adds_one=arch.norm_adds_one)

@@ -10,14 +10,22 @@ from jaxinfer.model.params import declare
 
 
 class RMSNorm(nnx.Module):
-    """Scales each token to unit mean square, then by a learnt weight; computed in float32, returned in x's dtype."""
+    """Scales the last axis to unit mean square, then by a learnt weight; computed in float32, returned in x's dtype.
 
-    def __init__(self, size: int, eps: float, *, dtype, rngs: nnx.Rngs):
-        self.weight = declare(rngs, (size,), (None,), dtype=dtype, scale=None)
+    Attributes:
+      weight: [size].
+      adds_one: the factor is 1 + weight, kept apart because 1 + weight in bfloat16 would lose the weight's low bits.
+    """
+
+    def __init__(self, size: int, eps: float, *, dtype, rngs: nnx.Rngs | None, adds_one: bool = False):
+        self.weight = declare(rngs, (size,), (None,), dtype=dtype, scale=0.0 if adds_one else None)
         self.eps = eps
+        self.adds_one = adds_one
 
-    def __call__(self, x_TD):
-        x32_TD = x_TD.astype(jnp.float32)
-        mean_T1 = jnp.mean(jnp.square(x32_TD), axis=-1, keepdims=True)
-        weight_1D = self.weight[...].astype(jnp.float32)[None, :]
-        return (x32_TD * lax.rsqrt(mean_T1 + self.eps) * weight_1D).astype(x_TD.dtype)
+    def __call__(self, x):
+        x32 = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), tuple(range(x.ndim - 1)))
+        if self.adds_one:
+            weight = 1.0 + weight
+        return (x32 * lax.rsqrt(mean + self.eps) * weight).astype(x.dtype)

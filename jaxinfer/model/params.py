@@ -34,16 +34,19 @@ class ModelParams(NamedTuple):
 
 
 def declare(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], *, dtype, scale: float | None
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], axes: tuple[str | None, ...], *, dtype, scale: float | None
 ) -> nnx.Param:
     """One parameter.
 
     Args:
+      rngs: where random values come from; None declares the shape alone, and no value is made.
       shape, axes: size and logical axis (see `sharding.py`) of each dimension.
       dtype: of the stored values.
       scale: standard deviation of random values, or None for ones.
     """
     assert len(shape) == len(axes)
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes)
     value = jnp.ones(shape, dtype) if scale is None else (jax.random.normal(rngs.params(), shape) * scale).astype(dtype)
     return nnx.Param(value, axes=axes)
 
@@ -57,21 +60,13 @@ def split_decoder(decoder: Any) -> ModelParams:
     return ModelParams(top, tuple(state for _, state in parts), top_graph, tuple(graph for graph, _ in parts))
 
 
-def abstract_params(make_decoder: Callable[[nnx.Rngs], Any]) -> ModelParams:
-    """The parameters' shapes, dtypes and axes; no memory is used.
+def abstract_params(make_decoder: Callable[[nnx.Rngs | None], Any]) -> ModelParams:
+    """The parameters' shapes, dtypes and axes; no memory is used, and nothing is traced.
 
     Args:
-      make_decoder: builds the module from a source of random numbers.
+      make_decoder: builds the module from a source of random numbers, or from None.
     """
-    graphs: list[ModelParams] = []
-
-    def build(key):
-        params = split_decoder(make_decoder(nnx.Rngs(params=key)))
-        graphs.append(params)
-        return params.top, params.layers
-
-    top, layers = jax.eval_shape(build, jax.random.key(0))
-    return ModelParams(top, layers, graphs[0].top_graph, graphs[0].layer_graphs)
+    return split_decoder(make_decoder(None))
 
 
 def fill(abstract: ModelParams, rules: MeshRules, value_of: Callable[[str, Any], np.ndarray]) -> ModelParams:
@@ -102,7 +97,7 @@ def fill(abstract: ModelParams, rules: MeshRules, value_of: Callable[[str, Any],
     )
 
 
-def random_params(make_decoder: Callable[[nnx.Rngs], Any], rules: MeshRules, seed: int) -> ModelParams:
+def random_params(make_decoder: Callable[[nnx.Rngs | None], Any], rules: MeshRules, seed: int) -> ModelParams:
     """Random parameters of a small model, the same on every mesh."""
     params = split_decoder(make_decoder(nnx.Rngs(params=seed)))
     flat: Mapping[str, np.ndarray] = _flatten(params)

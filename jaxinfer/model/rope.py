@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.model.architecture import Architecture
+from jaxinfer.model.architecture import Architecture, LinearRopeScaling
 
 
 def inverse_frequencies(arch: Architecture) -> np.ndarray:
@@ -23,6 +23,8 @@ def inverse_frequencies(arch: Architecture) -> np.ndarray:
     scaling = arch.rope_scaling
     if scaling is None:
         return inv_freq.astype(np.float32)
+    if isinstance(scaling, LinearRopeScaling):
+        return (inv_freq / np.float32(scaling.factor)).astype(np.float32)
     wavelength = 2 * math.pi / inv_freq
     long = scaling.original_context / scaling.low_freq_factor
     short = scaling.original_context / scaling.high_freq_factor
@@ -36,19 +38,22 @@ def inverse_frequencies(arch: Architecture) -> np.ndarray:
 
 
 def phases(arch: Architecture, position_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine, float32 [T, H / 2] each, of int32 positions [T]."""
+    """Cosine and sine, float32 [T, 2, H / 2] each, of int32 positions [T], for both halves of a head.
+
+    The first half's sine is negated. Stacked here, once: XLA's CPU back end computes every cosine again in every layer
+    that uses it, but not what a concatenation has made.
+    """
     angle_TH = position_T.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(arch))[None, :]
-    return jnp.cos(angle_TH), jnp.sin(angle_TH)
+    cos_TH, sin_TH = jnp.cos(angle_TH), jnp.sin(angle_TH)
+    return jnp.stack([cos_TH, cos_TH], axis=1), jnp.stack([-sin_TH, sin_TH], axis=1)
 
 
-def rotate(x, cos_TH, sin_TH):
+def rotate(x, cos_T2H, sin_T2H):
     """Rotates [T, ..., H] by the phases of its token; computed in float32, returned in x's dtype.
 
     Written as x * cos + swapped halves * signed sin: XLA's CPU back end fuses a reversal, and not a concatenation.
     """
-    extra = (1,) * (x.ndim - 2)
-    half = cos_TH.shape[1]
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
-    cos = cos_TH.reshape(cos_TH.shape[0], *extra, 1, half)
-    signed_sin = jnp.stack([-sin_TH, sin_TH], axis=1).reshape(cos_TH.shape[0], *extra, 2, half)
-    return (halves * cos + halves[..., ::-1, :] * signed_sin).reshape(x.shape).astype(x.dtype)
+    shape = (x.shape[0], *(1,) * (x.ndim - 2), *cos_T2H.shape[1:])
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], *cos_T2H.shape[1:])
+    turned = halves * cos_T2H.reshape(shape) + halves[..., ::-1, :] * sin_T2H.reshape(shape)
+    return turned.reshape(x.shape).astype(x.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,21 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import Oracle
+from paged_model import NUM_PAGES, PagedModel
 from tiny import tiny_architecture, tiny_mesh, tiny_params
 
-from jaxinfer.model import (
-    Architecture,
-    PageFormat,
-    StepTokensInput,
-    embed,
-    final_norm,
-    forward,
-    logits,
-    pages_for_layers,
-)
-from pallas_kernels.ragged_paged_attention import AttentionNeeds, RaggedBatch, get_attention
+from jaxinfer.model import Architecture, embed
 
-PAGE_SIZE, NUM_PAGES, ROWS, TOKENS, WIDTH = 8, 40, 4, 64, 8
 # Largest difference of a logit; logits have a standard deviation of about 1.6.
 TOLERANCES = {
     "float32": 2e-5,  # two layers of sums in another order: measured 5e-6
@@ -33,79 +22,14 @@ TOLERANCES = {
 }
 
 
-class PagedModel:
-    """Model T over its own pages, packed by numpy: one call is one step."""
-
-    def __init__(self, arch: Architecture, *, op: str = "xla", dtype: str = "float32", order="in_out", mesh=(1, 1)):
-        self.arch, self.op, self.rules = arch, get_attention(op, AttentionNeeds(platform="cpu")).op, tiny_mesh(*mesh)
-        self.params = tiny_params(arch, self.rules, order=order, dtype=jnp.dtype(dtype))
-        self.oracle = Oracle.of(self.params, arch, order)
-        self.format = PageFormat(arch, self.op, PAGE_SIZE, jnp.dtype(dtype))
-        # 35 is coprime to 39: no page twice, and neighbours in a table are never neighbours in the pool.
-        self.table_RM = (1 + (35 * np.arange(ROWS * WIDTH)) % (NUM_PAGES - 1)).astype(np.int32).reshape(ROWS, WIDTH)
-        self.clear()
-
-    def clear(self) -> None:
-        """Empty pages."""
-        self.pages = pages_for_layers(self.format, NUM_PAGES, self.rules)
-
-    def step(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> list[np.ndarray]:
-        """Runs chunks.
-
-        Args:
-          rows: (row, first position, token ids) each, in ascending order of row.
-
-        Returns:
-          Logits [chunk, V] per chunk.
-        """
-        is_decode = len(rows) == ROWS and all(len(ids) == 1 for _, _, ids in rows)
-        num_tokens = ROWS if is_decode else TOKENS
-        token_T, position_T, page_T, offset_T = np.zeros((4, num_tokens), np.int32)
-        context_len_B, query_len_B = np.zeros((2, ROWS), np.int32)
-        table_BM = np.zeros((ROWS, WIDTH), np.int32)
-        end, spans = 0, []
-        for row, start, ids in rows:
-            span = slice(end, end + len(ids))
-            position = np.arange(start, start + len(ids))
-            token_T[span], position_T[span] = ids, position
-            page_T[span], offset_T[span] = self.table_RM[row][position // PAGE_SIZE], position % PAGE_SIZE
-            context_len_B[row], query_len_B[row] = start + len(ids), len(ids)
-            used = -(-(start + len(ids)) // PAGE_SIZE)
-            table_BM[row, :used] = self.table_RM[row, :used]
-            end += len(ids)
-            spans.append(span)
-        starts_R = np.concatenate([[0], np.cumsum(query_len_B)]).astype(np.int32)
-        batch = RaggedBatch(table_BM, context_len_B, starts_R)
-        inputs = StepTokensInput(token_T, position_T, page_T, offset_T, batch)
-        run = self._run(1 if is_decode else num_tokens)
-        logits_TV, self.pages = run((self.params.top, self.params.layers), self.pages, inputs)
-        return [np.asarray(logits_TV)[span] for span in spans]
-
-    @functools.cache  # noqa: B019  a test's model lives as long as the test run
-    def _run(self, max_query_len: int):
-        def run(arrays: Any, pages: Any, inputs: StepTokensInput):
-            params = self.params._replace(top=arrays[0], layers=arrays[1])
-            x_TD, pages = forward(
-                params,
-                self.arch,
-                self.op,
-                self.rules,
-                pages,
-                inputs,
-                max_query_len=max_query_len,
-                page_size=PAGE_SIZE,
-            )
-            return logits(params, self.rules, final_norm(params, x_TD)), pages
-
-        # LLVM's lowest level halves the time to compile; the engine's own tests compile as usual.
-        return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
-
-
 @functools.cache
 def model(**options: Any) -> PagedModel:
     """A shared model; tests clear its pages first."""
     arch = tiny_architecture(**{k: options.pop(k) for k in list(options) if k in Architecture.__dataclass_fields__})
-    return PagedModel(arch, **options)
+    order, dtype, mesh = options.pop("order", "in_out"), options.pop("dtype", "float32"), options.pop("mesh", (1, 1))
+    rules = tiny_mesh(*mesh)
+    params = tiny_params(arch, rules, order=order, dtype=jnp.dtype(dtype))
+    return PagedModel(arch, params, rules, oracle=Oracle.of(params, arch, order), **options)
 
 
 def fresh(**options: Any) -> PagedModel:

@@ -55,6 +55,28 @@ def test_bfloat16_products_are_summed_in_float32():
     assert float(dot(x, w, 0)[0, 0]) == 320
 
 
+@pytest.mark.parametrize("order", ["in_out", "out_in"])
+def test_a_bias_is_added_to_each_output_and_shards_with_it(order):
+    layer = Linear(
+        IN, ("mlp", None), OUT, ("kv_heads", None), order=order, dtype=jnp.float32, rngs=nnx.Rngs(1), has_bias=True
+    )
+    assert (layer.bias.shape, layer.bias.get_metadata()["axes"]) == (OUT, ("kv_heads", None))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((7, *IN)), jnp.float32)
+    bias = np.arange(15, dtype=np.float32).reshape(OUT)
+    layer.bias.set_value(jnp.zeros(OUT))
+    without = np.asarray(layer(x))
+    layer.bias.set_value(jnp.asarray(bias))
+    assert np.abs(np.asarray(layer(x)) - (without + bias)).max() <= 2e-6
+
+
+def test_a_bias_is_added_before_the_sum_is_rounded():
+    """256 + 1 is a tie in bfloat16, whose step there is 2: rounded to 256 twice, or to 258 once."""
+    layer = Linear((2,), (None,), (1,), (None,), order="in_out", dtype=jnp.bfloat16, rngs=nnx.Rngs(0), has_bias=True)
+    layer.weight.set_value(jnp.array([[256], [1]], jnp.bfloat16))
+    layer.bias.set_value(jnp.array([1], jnp.bfloat16))
+    assert float(layer(jnp.ones((1, 2), jnp.bfloat16))[0, 0]) == 258
+
+
 def test_an_unknown_order_is_refused():
     with pytest.raises(AssertionError):
         Linear(IN, (None, None), OUT, (None, None), order="sideways", dtype=jnp.float32, rngs=nnx.Rngs(0))

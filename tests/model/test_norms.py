@@ -40,3 +40,20 @@ def test_large_bfloat16_inputs_do_not_overflow():
     """Squares are taken in float32: 1e15 squared is far from its limit."""
     norm = RMSNorm(4, 1e-5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert np.array_equal(norm(jnp.full((1, 4), 1e15, jnp.bfloat16)), np.ones((1, 4)))
+
+
+def test_the_last_axis_is_normalised_whatever_stands_before_it():
+    rng = np.random.default_rng(0)
+    norm = RMSNorm(16, 1e-5, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    norm.weight.set_value(jnp.asarray(rng.standard_normal(16), jnp.float32))
+    x = jnp.asarray(rng.standard_normal((5, 3, 2, 16)), jnp.float32)
+    np.testing.assert_allclose(norm(x), norm(x.reshape(30, 16)).reshape(x.shape), rtol=1e-6)
+
+
+def test_one_is_added_in_float32():
+    """In bfloat16 1 + 2 ** -9 is 1."""
+    norm = RMSNorm(4, 0.0, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), adds_one=True)
+    x = jnp.full((1, 4), 3.0, jnp.float32)
+    assert np.array_equal(norm(x), np.ones((1, 4))), "weights are zero at first"
+    norm.weight.set_value(jnp.full(4, 2**-9, jnp.bfloat16))
+    assert np.array_equal(norm(x), np.full((1, 4), 1 + 2**-9, np.float32))

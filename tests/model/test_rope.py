@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import tiny_architecture
 
-from jaxinfer.model import Llama3RopeScaling
+from jaxinfer.model import LinearRopeScaling, Llama3RopeScaling
 from jaxinfer.model.rope import inverse_frequencies, phases, rotate
 
 LLAMA_3_1 = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
@@ -42,6 +42,13 @@ def test_plain_frequencies_are_powers_of_theta(theta, head_dim):
     np.testing.assert_allclose(got, exact, rtol=1e-6)
 
 
+def test_linear_scaling_divides_every_frequency():
+    plain = tiny_architecture(head_dim=64)
+    got = inverse_frequencies(dataclasses.replace(plain, rope_scaling=LinearRopeScaling(factor=4.0)))
+    assert got.dtype == np.float32
+    assert np.array_equal(got, inverse_frequencies(plain) / 4)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_llama3_scaling_is_the_formula_exactly(head_dim):
     """R147: no difference in float32 from the reference code, for Llama 3.1's numbers."""
@@ -70,11 +77,12 @@ def test_phases_are_exact_over_8192_positions(theta):
     """R149: under 1e-3 from float64; bfloat16 phases, the mutant, are off by far more."""
     arch = tiny_architecture(head_dim=64, rope_theta=theta)
     position_T = np.arange(8192, dtype=np.int32)
-    cos_TH, sin_TH = phases(arch, jnp.asarray(position_T))
-    assert cos_TH.dtype == sin_TH.dtype == jnp.float32
+    cos_T2H, sin_T2H = phases(arch, jnp.asarray(position_T))
+    assert cos_T2H.dtype == sin_T2H.dtype == jnp.float32
     angle_TH = position_T[:, None] * theta ** (-np.arange(0, 64, 2) / 64)[None, :]
-    assert np.abs(np.asarray(cos_TH) - np.cos(angle_TH)).max() < 1e-3
-    assert np.abs(np.asarray(sin_TH) - np.sin(angle_TH)).max() < 1e-3
+    for half, sign in ((0, -1), (1, 1)):
+        assert np.abs(np.asarray(cos_T2H)[:, half] - np.cos(angle_TH)).max() < 1e-3
+        assert np.abs(np.asarray(sin_T2H)[:, half] - sign * np.sin(angle_TH)).max() < 1e-3
     coarse_TH = angle_TH.astype(jnp.bfloat16).astype(np.float64)
     assert np.abs(np.cos(coarse_TH) - np.cos(angle_TH)).max() > 0.5
 
@@ -104,8 +112,7 @@ def test_scores_depend_on_the_distance_alone():
     q, k = np.random.default_rng(0).standard_normal((2, 16)).astype(np.float32)
 
     def score(q_pos, k_pos):
-        cos_TH, sin_TH = phases(arch, jnp.array([q_pos, k_pos], jnp.int32))
-        a, b = rotate(jnp.stack([q, k]), cos_TH, sin_TH)
+        a, b = rotate(jnp.stack([q, k]), *phases(arch, jnp.array([q_pos, k_pos], jnp.int32)))
         return float(a @ b)
 
     assert abs(score(10, 3) - score(110, 103)) < 1e-3

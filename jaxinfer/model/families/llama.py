@@ -1,4 +1,4 @@
-"""Llama and everything stored under GGUF's architecture name `llama` (SmolLM2 among them).
+"""Llama 2 to 3.2 and what is stored as one (SmolLM2 among them), in Hugging Face's form and in GGUF's.
 
 GGUF stores query and key rows so that neighbours are rotated against each other; ours, like the original checkpoints,
 rotates halves, so those rows are put back in order here.
@@ -12,8 +12,22 @@ import numpy as np
 
 from jaxinfer.errors import CheckpointError
 from jaxinfer.model.architecture import Architecture
+from jaxinfer.model.families.config_fields import ConfigFields, common_fields
+from jaxinfer.model.families.layer_weights import layer_parameter
 
 NAME = "llama"
+
+
+def llama_architecture(fields: ConfigFields) -> Architecture:
+    """From `config.json` of model type `llama`."""
+    has_bias = fields.flag("attention_bias", False)
+    return Architecture(
+        **common_fields(fields),
+        activation=fields.activation("hidden_act", "silu"),
+        has_qkv_bias=has_bias,
+        has_out_bias=has_bias,
+        has_mlp_bias=fields.flag("mlp_bias", False),
+    )
 
 
 def gguf_architecture(require: Callable, find: Callable, tensor_names, source: str) -> Architecture:
@@ -86,43 +100,33 @@ def gguf_weight(
     if name in _TOP:
         return load(_TOP[name])
     _, layer, path = name.split(".", 2)
-    k, g, h, d, f = arch.num_kv_heads, arch.group_size, arch.head_dim, arch.hidden_size, arch.intermediate_size
 
-    def tensor(suffix: str, *shape: int) -> np.ndarray:
-        full_name = f"blk.{layer}.{suffix}.weight"
+    def part(part_name: str, *shape: int) -> np.ndarray:
+        module, _, kind = part_name.partition(".")
+        full_name = f"blk.{layer}.{_LAYER[module]}.{kind}"
         found = load(full_name)
         if found.shape != shape:
             raise CheckpointError(f"{source}: {full_name} has shape {found.shape}; the file's own sizes need {shape}")
-        return found
+        return _halves(found, arch.head_dim) if module in ("q", "k") else found
 
-    if path == "attention_norm.weight":
-        return tensor("attn_norm", d)
-    if path == "mlp_norm.weight":
-        return tensor("ffn_norm", d)
-    if path == "attention.qkv.weight":
-        q_KGHD = _halves(tensor("attn_q", k * g * h, d), k * g, h).reshape(k, g, h, d)
-        k_K1HD = _halves(tensor("attn_k", k * h, d), k, h).reshape(k, 1, h, d)
-        v_K1HD = tensor("attn_v", k * h, d).reshape(k, 1, h, d)
-        return _ordered(np.concatenate([q_KGHD, k_K1HD, v_K1HD], axis=1), 1, order)
-    if path == "attention.out.weight":
-        return _ordered(tensor("attn_output", d, k * g * h).reshape(d, k, g, h), 3, order)
-    if path == "mlp.gate_up.weight":
-        return _ordered(np.stack([tensor("ffn_gate", f, d), tensor("ffn_up", f, d)]), 1, order)
-    assert path == "mlp.down.weight", path
-    return _ordered(tensor("ffn_down", d, f), 1, order)
+    return layer_parameter(arch, path, part, order)
 
 
 _TOP = {"top.embedding": "token_embd.weight", "top.norm.weight": "output_norm.weight", "top.head": "output.weight"}
+_LAYER = {
+    "attention_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "out": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
 
 
-def _halves(weight: np.ndarray, num_heads: int, head_dim: int) -> np.ndarray:
+def _halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows of each head from (pair, half) to (half, pair) order."""
-    return weight.reshape(num_heads, head_dim // 2, 2, -1).swapaxes(1, 2)
-
-
-def _ordered(weight: np.ndarray, num_in_axes: int, order: str) -> np.ndarray:
-    """[out..., in...] as it is, or as [in..., out...]."""
-    if order == "out_in":
-        return np.ascontiguousarray(weight)
-    num_out = weight.ndim - num_in_axes
-    return np.ascontiguousarray(weight.transpose(*range(num_out, weight.ndim), *range(num_out)))
+    pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
