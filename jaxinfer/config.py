@@ -25,9 +25,15 @@ DTYPES = {
     "float16": "bfloat16",
     "half": "bfloat16",
 }
+KV_CACHE_DTYPES = DTYPES | {
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+}
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "cost")
 PREEMPTION_MODES = ("recompute", "swap")
-ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "xla")
+ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "xla", "cpu", "tpu", "gpu")
 
 
 def cache_folder() -> Path:
@@ -41,6 +47,35 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
 
 
+def gpu_memory_ratio() -> float:
+    """The part of a GPU's memory that jax's allocator takes: XLA_CLIENT_MEM_FRACTION, else jax's default."""
+    given = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
+    try:
+        ratio = float(given)
+    except ValueError:
+        ratio = 0.0
+    if not 0.0 < ratio <= 1.0:
+        raise ConfigError(f"XLA_CLIENT_MEM_FRACTION is {given!r}; it must be in (0, 1]")
+    return ratio
+
+
+def prepare_tpu_compiler() -> None:
+    """Lets libtpu compile for TPUs that are not here, several processes at a time. Before its first use.
+
+    Without these it asks a metadata server about this machine, takes a lock file that one process can hold, and warns.
+    What the user has set is left alone.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+
+def native_folder(cache: Path | None = None) -> Path:
+    """Folder for native kernels built for this machine, in the cache folder given, or the usual one."""
+    return (cache or cache_folder()) / "native"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model, and in which form.
@@ -50,7 +85,8 @@ class ModelConfig:
       tokenizer: path of another GGUF file whose tokenizer to use; None takes the model's own.
       dtype: of weights and activations: `auto` (float32 on a CPU, bfloat16 elsewhere), `float32` or `bfloat16`;
         `float16` and `fp16` mean bfloat16.
-      kv_cache_dtype: of cached keys and values: `auto` (as `dtype`), `float32` or `bfloat16`.
+      kv_cache_dtype: of cached keys and values: `auto` (as `dtype`), `float32`, `bfloat16`, or in 8 bits with a float32
+        scale per position and KV head: `int8`, or `fp8` (e4m3), also written `fp8_e4m3` or `float8_e4m3fn`.
       max_model_len: most positions of a sequence; None takes the model's own limit, or what fits.
       chat_template: path of a jinja file; None takes the model's own.
     """
@@ -63,11 +99,11 @@ class ModelConfig:
     chat_template: str | None = None
 
     def __post_init__(self):
-        for name in ("dtype", "kv_cache_dtype"):
+        for name, allowed in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             value = getattr(self, name)
-            if value not in DTYPES:
-                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(DTYPES)}")
-            object.__setattr__(self, name, DTYPES[value])
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+            object.__setattr__(self, name, allowed[value])
         _at_least("max_model_len", self.max_model_len, 2)
 
 
@@ -157,7 +193,8 @@ class CompileConfig:
     """How programs are compiled.
 
     Attributes:
-      attention: implementation by name; `auto` takes the platform's default.
+      attention: implementation by name: `tpu`, `gpu` or `cpu` (native), `xla` (anywhere), `reference` (slow); `auto`
+        takes the platform's best that can run here, and `metrics()` says which and why.
       compilation_cache: folder of compiled programs; None takes one inside the cache folder, "" switches it off.
       warm_up: compile every program at start-up rather than at first use.
     """

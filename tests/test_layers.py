@@ -19,10 +19,10 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 PACKAGES = ("jaxinfer", "pallas_kernels", "checkpoints")
 
-COMMANDS = ("serve", "bench", "evaluate", "quantize", "plan", "convert", "fetch", "generate")
+COMMANDS = ("serve", "bench", "evaluate", "quantize", "plan", "convert", "fetch", "native", "generate")
 LAYERS = (
     ("config", "errors", "request", "version"),
-    ("text", "schedule", "observe", "quant"),
+    ("text", "schedule", "observe", "quant", "flags"),
     ("model", "sampling"),
     ("speculate",),
     ("step",),
@@ -31,7 +31,7 @@ LAYERS = (
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS)  # jaxinfer/__init__.py
-HOST = ("text", "schedule", "observe")  # beside rank 0, which may not import anything anyway
+HOST = ("text", "schedule", "observe", "flags")  # beside rank 0, which may not import anything anyway
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "chex", "optax", "orbax", "aqt", "pallas_kernels"}
 SERIALIZERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MACHINE_PATH = re.compile(r"(?<![\w.>}])/(?:work|home|root|Users)/")

@@ -38,6 +38,7 @@ def engine_metrics(loaded: LoadedEngine) -> dict[str, Any]:
         "programs_compiled": loaded.programs.num_compiled,
         "device_memory_peak_bytes": peak_bytes(loaded),
         "memory": loaded.memory.to_dict(),
+        "attention": {"implementation": loaded.attention, "reason": loaded.attention_reason},
         "start_seconds": dict(loaded.seconds),
     }
 

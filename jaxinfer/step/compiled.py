@@ -103,6 +103,9 @@ class CompileCounter:
 class Programs:
     """The compiled programs of one engine.
 
+    Of parameters, pages and slots it takes shapes, dtypes and shardings alone: arrays, or `jax.ShapeDtypeStruct`, on
+    devices that may be a topology to compile for.
+
     Attributes:
       sizes: static sizes.
       num_compiled: programs compiled so far.
@@ -178,15 +181,14 @@ class Programs:
                 done.result()
                 on_done(waiting[done])
 
-    def _compile(self, key: tuple) -> None:
-        with self._lock:
-            lowered = self._lower(key)
-        self._compiled[key] = lowered.compile()
-
-    def _lower(self, key: tuple):
+    def lower(self, key: tuple) -> jax.stages.Lowered:
+        """A program as it is handed to the compiler; needs shapes alone. One thread at a time, the others wait."""
         make = getattr(self, f"_lower_{key[0]}")
-        with jax.set_mesh(self._context.rules.mesh):
+        with self._lock, jax.set_mesh(self._context.rules.mesh):
             return make(*key[1:])
+
+    def _compile(self, key: tuple) -> None:
+        self._compiled[key] = self.lower(key).compile()
 
     def _int32(self, *shape: int):
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._context.rules.replicated)

@@ -71,6 +71,7 @@ def plan_memory(
     max_model_len: int | None,
     model_limit: int,
     devices_sharing_heads: int,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
     """Sizes the pool.
 
@@ -79,6 +80,7 @@ def plan_memory(
       num_pages: asked for by the user, or None.
       max_model_len: asked for by the user, or None for `model_limit`, or what fits.
       devices_sharing_heads: devices a page is divided over.
+      device_bytes: memory of a device that is not here; None asks the device.
 
     Raises:
       ConfigError: not even one sequence of the asked length fits; the message gives the largest that does.
@@ -86,7 +88,8 @@ def plan_memory(
     page_bytes = page_format.page_bytes // devices_sharing_heads
     size = page_format.page_size
     wanted_len = min(max_model_len or model_limit, model_limit)
-    device_bytes = free_bytes(device)
+    if device_bytes is None:
+        device_bytes = free_bytes(device)
     # On a CPU the weights are already taken out of what is free.
     taken = temporary_bytes + (weight_bytes if device.platform != "cpu" else 0)
     budget = int(memory_utilization * device_bytes)
@@ -106,8 +109,9 @@ def plan_memory(
     longest = max(0, fits - 1) * size
     if longest < min(wanted_len, size * 2) or (max_model_len is not None and longest < wanted_len):
         raise ConfigError(
-            f"max_model_len {wanted_len} needs {-(-wanted_len // size) + 1} pages of {page_bytes:,} bytes; {fits} fit; "
-            f"the largest max_model_len that fits is {longest}; lower it or raise memory_utilization"
+            f"max_model_len {wanted_len} needs {-(-wanted_len // size) + 1} pages of {page_bytes:,} bytes; {fits} fit "
+            f"beside {taken:,} bytes of weights and temporaries in {budget:,}; the largest "
+            f"max_model_len that fits is {longest}; lower it or raise memory_utilization"
         )
     return MemoryPlan(
         device_bytes=device_bytes,

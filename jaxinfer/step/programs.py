@@ -21,6 +21,7 @@ from pallas_kernels.ragged_paged_attention import AttentionOp, RaggedBatch
 
 NUM_ROW_NUMBERS = 5  # of a mixed row: slot, start, query length, is_decode, samples
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # logprob, rank, ids, logprobs; floats by their bits
+FEW_HEAD_ROWS = 2  # rows a mixed step samples at most, most of the time
 SCORE_BLOCK = 32  # positions scored at once for prompt_logprobs: bounds the logits in memory
 
 
@@ -181,9 +182,7 @@ def mixed(ctx: ProgramContext, num_tokens: int, max_tokens: int, leaves, pages, 
     x_TD, pages = ctx.run(leaves, pages, inputs, num_tokens)
 
     emits_B = works_B & (samples_B > 0) & read(state.is_live_S, slot_B)
-    last_B = jnp.maximum(end_B - 1, 0)
-    no_logits_BV = jnp.zeros((num_rows, ctx.arch.vocab_size), jnp.float32)
-    logits_BV = lax.cond(jnp.any(emits_B), lambda: ctx.head(leaves, x_TD[last_B]), lambda: no_logits_BV)
+    logits_BV = _logits_of_some(ctx, leaves, x_TD[jnp.maximum(end_B - 1, 0)], emits_B)
     next_T = state.history_SL.at[slot_B[row_T], position_T + 1].get(mode="clip")
     state, choice, emitted_B = emit(state, logits_BV, slot_B, emits_B)
     is_bad_B = emits_B & choice.is_bad_B
@@ -193,6 +192,24 @@ def mixed(ctx: ProgramContext, num_tokens: int, max_tokens: int, leaves, pages, 
     padding = max_tokens - num_tokens
     hidden = PromptHidden(jnp.pad(x_TD, ((0, padding), (0, 0))), jnp.pad(next_T, (0, padding)))
     return pages, state, DecodeNews(tokens_BX, _logprob_words(choice)[:, None]), hidden
+
+
+def _logits_of_some(ctx: ProgramContext, leaves, x_BD, needed_B):
+    """Float32 logits [B, V] of the rows needed, anything finite in the others.
+
+    A step that ends one prompt needs one row of a batch that is padded to many: few rows have a head of their own.
+    """
+    num_rows = x_BD.shape[0]
+    few = min(FEW_HEAD_ROWS, num_rows)
+    no_logits_BV = jnp.zeros((num_rows, ctx.arch.vocab_size), jnp.float32)
+    needed_first_B = jnp.argsort(~needed_B, stable=True)[:few]
+
+    def head_of_few():
+        return no_logits_BV.at[needed_first_B].set(ctx.head(leaves, x_BD[needed_first_B]))
+
+    num_needed = needed_B.sum(dtype=jnp.int32)
+    which = (num_needed > 0).astype(jnp.int32) + (num_needed > few).astype(jnp.int32)
+    return lax.switch(which, [lambda: no_logits_BV, head_of_few, lambda: ctx.head(leaves, x_BD)])
 
 
 def score(ctx: ProgramContext, leaves, hidden: PromptHidden, num_tokens):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.request import SamplingParams
@@ -148,8 +149,12 @@ class Runner:
         return len(self._swapped)
 
     def poison_pages(self, page_ids: tuple[int, ...], value: float) -> None:
-        """Overwrites pages with a value: fault injection for tests of the NaN guard."""
-        values = jax.tree.map(lambda a: np.full((COPY_PAGES, *a.shape[1:]), value, a.dtype), self._pages)
+        """Overwrites pages with a value (integers, whose scales get it, with 1): faults for tests of the NaN guard."""
+
+        def filled(a: jax.Array) -> np.ndarray:
+            return np.full((COPY_PAGES, *a.shape[1:]), 1 if jnp.issubdtype(a.dtype, jnp.integer) else value, a.dtype)
+
+        values = jax.tree.map(filled, self._pages)
         for chunk in _chunks(page_ids, self._sizes.num_pages):
             self._pages = self._programs.get(("copy_in",))(self._pages, self._put(chunk), self._put_like_pages(values))
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pallas_kernels.dispatch import Choice, choose
-from pallas_kernels.ragged_paged_attention import reference, xla
+from pallas_kernels.ragged_paged_attention import cpu, gpu, reference, tpu, xla
 from pallas_kernels.ragged_paged_attention.contract import AttentionNeeds
 
-IMPLEMENTATIONS = {"reference": reference.OP, "xla": xla.OP}
-ORDER: dict[str, tuple[str, ...]] = {}  # by platform, best first; `xla` runs everywhere
+IMPLEMENTATIONS = {op.name: op for op in (reference.OP, xla.OP, cpu.OP, tpu.OP, gpu.OP)}
+# By platform, best first; `xla` runs everywhere. jax calls an NVIDIA GPU that is here "gpu", one to compile for "cuda".
+ORDER = {"cpu": ("cpu",), "tpu": ("tpu",), "gpu": ("gpu",), "cuda": ("gpu",)}
+
+
+def attention_names() -> tuple[str, ...]:
+    """Of all implementations, whether they run here or not."""
+    return tuple(IMPLEMENTATIONS)
 
 
 def get_attention(name: str, needs: AttentionNeeds) -> Choice:

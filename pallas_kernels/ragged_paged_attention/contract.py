@@ -16,14 +16,16 @@ not on the layer is worked out once per step by `prepare`.
 
 Quantized pages (int8, or float8_e4m3fn) hold a key or value divided by a float32 scale of its own, one per position and
 KV head: the head's largest magnitude over the dtype's largest number, 1 where that is 0. `write` computes it, and the
-scales are one more leaf of the page arrays. A score is multiplied by its key's scale after the product, a weight by its
-value's before: no head is ever rebuilt.
+scales are one more leaf of the page arrays. A score is multiplied by its key's scale after the product and a weight by
+its value's before, so that no head need be rebuilt; where a tile has more queries than a head has numbers, an
+implementation may scale the heads as it casts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +57,7 @@ class AttentionNeeds:
       head_dim, group: H, and query heads per KV head.
       page_size: Z; None asks for the implementation's own default.
       dtype, kv_dtype: names of the dtypes of activations and of pages.
+      native_folder: where native kernels built for this machine lie; None forgoes them.
     """
 
     platform: str
@@ -63,6 +66,7 @@ class AttentionNeeds:
     page_size: int | None = None
     dtype: str | None = None
     kv_dtype: str | None = None
+    native_folder: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.contract import AttentionOp, RaggedBatch
+from pallas_kernels.ragged_paged_attention.contract import AttentionNeeds, AttentionOp, RaggedBatch
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # of the dtypes that have scales
 
 
 class ReferenceWork(NamedTuple):
@@ -29,18 +31,34 @@ class ReferenceWork(NamedTuple):
 
 
 def page_shapes(num_pages, num_kv_heads, head_dim, page_size, dtype):
-    """Keys and values, both [P, Z, K, H]."""
-    shape = jax.ShapeDtypeStruct((num_pages, page_size, num_kv_heads, head_dim), dtype)
-    return shape, shape
+    """Keys and values, both [P, Z, K, H]; where those have scales, theirs behind them, both [P, Z, K]."""
+    stored = jax.ShapeDtypeStruct((num_pages, page_size, num_kv_heads, head_dim), dtype)
+    if jnp.dtype(dtype).name not in LARGEST:
+        return stored, stored
+    scale = jax.ShapeDtypeStruct(stored.shape[:3], jnp.float32)
+    return stored, stored, scale, scale
 
 
 def write(pages, k_TKH, v_TKH, page_T, offset_T):
-    """Writes each token's key and value at (page, offset)."""
-    k_PZKH, v_PZKH = pages
-    return (
-        k_PZKH.at[page_T, offset_T].set(k_TKH.astype(k_PZKH.dtype)),
-        v_PZKH.at[page_T, offset_T].set(v_TKH.astype(v_PZKH.dtype)),
-    )
+    """Writes each token's key and value at (page, offset), and their scales."""
+    dtype = pages[0].dtype
+    if dtype.name in LARGEST:
+        (k_TKH, k_scale_TK), (v_TKH, v_scale_TK) = _divided(k_TKH, dtype), _divided(v_TKH, dtype)
+        new = (k_TKH, v_TKH, k_scale_TK, v_scale_TK)
+    else:
+        new = (k_TKH.astype(dtype), v_TKH.astype(dtype))
+    return tuple(old.at[page_T, offset_T].set(x) for old, x in zip(pages, new, strict=True))
+
+
+def _divided(x_TKH, dtype):
+    """Each head over its own scale, in the dtype; and the scales, NaN of a head that is not finite."""
+    largest = LARGEST[dtype.name]
+    x_TKH = x_TKH.astype(jnp.float32)
+    peak_TK = jnp.max(jnp.abs(x_TKH), axis=-1)
+    scale_TK = jnp.where(peak_TK / largest == 0.0, 1.0, peak_TK / largest)
+    scale_TK = jnp.where(jnp.all(jnp.isfinite(x_TKH), axis=-1), scale_TK, jnp.nan)
+    x_TKH = jnp.clip(jnp.nan_to_num(x_TKH / scale_TK[:, :, None]), -largest, largest)
+    return (jnp.rint(x_TKH) if dtype == jnp.int8 else x_TKH).astype(dtype), scale_TK
 
 
 def prepare(batch: RaggedBatch, *, num_tokens, max_query_len, page_size, sliding_window):
@@ -58,12 +76,14 @@ def prepare(batch: RaggedBatch, *, num_tokens, max_query_len, page_size, sliding
 
 def attend(q_TKGH, pages, work: ReferenceWork, *, scale, soft_cap=None):
     """Softmax over the row's whole table, masked by position."""
-    k_PZKH, v_PZKH = pages
     table_TM = work.batch.page_table_BM[work.row_T]
     num_tokens, width = table_TM.shape
-    page_size = k_PZKH.shape[1]
-    k_TSKH = k_PZKH[table_TM].reshape(num_tokens, width * page_size, *k_PZKH.shape[2:]).astype(jnp.float32)
-    v_TSKH = v_PZKH[table_TM].reshape(num_tokens, width * page_size, *v_PZKH.shape[2:]).astype(jnp.float32)
+    page_size = pages[0].shape[1]
+    k_TSKH, v_TSKH, *scales = (
+        a[table_TM].reshape(num_tokens, width * page_size, *a.shape[2:]).astype(jnp.float32) for a in pages
+    )
+    if scales:
+        k_TSKH, v_TSKH = k_TSKH * scales[0][..., None], v_TSKH * scales[1][..., None]
     s_TKGS = jnp.einsum("TKGH,TSKH->TKGS", q_TKGH.astype(jnp.float32), k_TSKH) * scale
     if soft_cap is not None:
         s_TKGS = soft_cap * jnp.tanh(s_TKGS / soft_cap)
@@ -80,6 +100,14 @@ def attend(q_TKGH, pages, work: ReferenceWork, *, scale, soft_cap=None):
     return (out_TKGH / jnp.where(total_TKG1 == 0.0, 1.0, total_TKG1)).astype(q_TKGH.dtype)
 
 
+def why_not(needs: AttentionNeeds) -> str | None:
+    """Any platform and shape; the dtypes of pages that are tested."""
+    allowed = ("float32", "bfloat16", *LARGEST)
+    if needs.kv_dtype is None or needs.kv_dtype in allowed:
+        return None
+    return f"pages of {needs.kv_dtype}; it knows {', '.join(allowed)}"
+
+
 OP = AttentionOp(
     name="reference",
     default_page_size=16,
@@ -88,4 +116,5 @@ OP = AttentionOp(
     write=write,
     prepare=prepare,
     attend=attend,
+    why_not=why_not,
 )

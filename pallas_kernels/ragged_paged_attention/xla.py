@@ -1,6 +1,7 @@
 """The op in plain XLA, fast on a CPU: work is bounded by the real contexts in the batch, never by the longest allowed.
 
-Keys are [P, K, H, Z] and values [P, K, Z, H]: decode then sums along neither's last axis. Two paths share a step:
+Keys are [P, K, H, Z] and values [P, K, Z, H]: decode then sums along neither's last axis. Quantized ones have two more
+arrays behind them, the scales of keys and of values, both [P, K, Z]. Two paths share a step:
 
   rows with one query token   flat list of (row, page) items, C at a time:
 
@@ -26,7 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention.contract import AttentionOp, RaggedBatch
+from pallas_kernels.ragged_paged_attention.contract import AttentionNeeds, AttentionOp, RaggedBatch
+from pallas_kernels.ragged_paged_attention.kv_quant import is_quantized, quantize_heads, why_not_dtype
 
 QUERY_TILE = 256  # query tokens of a prefill tile
 KEY_BLOCK = 256  # key positions of one inner step of a prefill tile
@@ -82,19 +84,30 @@ class XlaWork(NamedTuple):
 
 
 def page_shapes(num_pages, num_kv_heads, head_dim, page_size, dtype):
-    """Keys [P, K, H, Z] and values [P, K, Z, H]."""
-    return (
-        jax.ShapeDtypeStruct((num_pages, num_kv_heads, head_dim, page_size), dtype),
-        jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype),
-    )
+    """Keys [P, K, H, Z] and values [P, K, Z, H]; scales of both, [P, K, Z], where the dtype has them."""
+    k_PKHZ = jax.ShapeDtypeStruct((num_pages, num_kv_heads, head_dim, page_size), dtype)
+    v_PKZH = jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size, head_dim), dtype)
+    if not is_quantized(dtype):
+        return k_PKHZ, v_PKZH
+    scale_PKZ = jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size), jnp.float32)
+    return k_PKHZ, v_PKZH, scale_PKZ, scale_PKZ
 
 
 def write(pages, k_TKH, v_TKH, page_T, offset_T):
     """Writes each token's key and value at (page, offset); indices are always in range, so no bounds are checked."""
-    k_PKHZ, v_PKZH = pages
+    k_PKHZ, v_PKZH, *scales = pages
+    new_scales = []
+    if scales:
+        k_TKH, k_scale_TK = quantize_heads(k_TKH, k_PKHZ.dtype)
+        v_TKH, v_scale_TK = quantize_heads(v_TKH, v_PKZH.dtype)
+        new_scales = [k_scale_TK, v_scale_TK]
     return (
         k_PKHZ.at[page_T, :, :, offset_T].set(k_TKH.astype(k_PKHZ.dtype), mode="promise_in_bounds"),
         v_PKZH.at[page_T, :, offset_T].set(v_TKH.astype(v_PKZH.dtype), mode="promise_in_bounds"),
+        *(
+            scale_PKZ.at[page_T, :, offset_T].set(scale_TK, mode="promise_in_bounds")
+            for scale_PKZ, scale_TK in zip(scales, new_scales, strict=True)
+        ),
     )
 
 
@@ -197,7 +210,7 @@ def _cap(scores, soft_cap):
 
 def _attend_single(q_BKGH, pages, items: FlatItems, scale, soft_cap):
     """Decode path. q_BKGH is each row's one query; rows without one get zeros."""
-    k_PKHZ, v_PKZH = pages
+    k_PKHZ, v_PKZH, *scales = pages
     num_rows, num_kv, group, _ = q_BKGH.shape
     chunk = items.chunk_C0.shape[0]
     q_BKGH = q_BKGH.astype(jnp.float32) * scale
@@ -207,13 +220,16 @@ def _attend_single(q_BKGH, pages, items: FlatItems, scale, soft_cap):
         peak_BKG, total_BKG, acc_BKGH = carry
         page_C, row_C, mask_CZ = (lax.dynamic_slice_in_dim(a, j * chunk, chunk) for a in items[:3])
         k_CKHZ, v_CKZH = _take(k_PKHZ, page_C).astype(jnp.float32), _take(v_PKZH, page_C).astype(jnp.float32)
-        s_CKGZ = _cap((_take(q_BKGH, row_C)[..., None] * k_CKHZ[:, :, None]).sum(3), soft_cap)
-        s_CKGZ = s_CKGZ + mask_CZ[:, None, None, :]
+        s_CKGZ = (_take(q_BKGH, row_C)[..., None] * k_CKHZ[:, :, None]).sum(3)
+        if scales:
+            s_CKGZ = s_CKGZ * _take(scales[0], page_C)[:, :, None]
+        s_CKGZ = _cap(s_CKGZ, soft_cap) + mask_CZ[:, None, None, :]
         is_row_BC = row_B[:, None] == row_C[None, :]
         spread_BCKG = jnp.where(is_row_BC[:, :, None, None], s_CKGZ.max(3)[None], LOWEST)
         new_peak_BKG = jnp.maximum(peak_BKG, spread_BCKG.max(1))
         p_CKGZ = _exp(s_CKGZ - _take(new_peak_BKG, row_C)[..., None])
-        pv_CKGH = (p_CKGZ[..., None] * v_CKZH[:, :, None]).sum(3)
+        pv_CKGZ = p_CKGZ * _take(scales[1], page_C)[:, :, None] if scales else p_CKGZ
+        pv_CKGH = (pv_CKGZ[..., None] * v_CKZH[:, :, None]).sum(3)
         keep_BKG = _exp(peak_BKG - new_peak_BKG)
         total_BX, acc_BX = _sum_into_rows(
             is_row_BC.astype(jnp.float32), p_CKGZ.sum(3).reshape(chunk, -1), pv_CKGH.reshape(chunk, -1)
@@ -286,19 +302,25 @@ def _attend_tile(q_KXH, position_X, first_pos, last_pos, table_M, pages, window,
     block_pages = max(1, KEY_BLOCK // page_size)
     block = block_pages * page_size
     # One row of memory per (page, head): a gather then yields the head first.
-    k_RHZ, v_RZH = (a.reshape(-1, *a.shape[2:]) for a in pages)
+    k_RHZ, v_RZH, *scales = (a.reshape(-1, *a.shape[2:]) for a in pages)
     head_K1 = jnp.arange(num_kv, dtype=jnp.int32)[:, None]
 
-    def pages_of(x_R, j):
+    def pages_of(x_R, scale_RZ, head_dim_axis, j):
         page_1C = lax.dynamic_slice_in_dim(table_M, j * block_pages, block_pages)[None, :]
-        return _take(x_R, page_1C * num_kv + head_K1).astype(jnp.float32)
+        x = _take(x_R, page_1C * num_kv + head_K1).astype(jnp.float32)
+        if scale_RZ is None:
+            return x
+        # A tile has more queries than a head has numbers: scaling heads as they are cast is the cheaper side.
+        return x * jnp.expand_dims(_take(scale_RZ, page_1C * num_kv + head_K1), head_dim_axis)
+
+    k_scale_RZ, v_scale_RZ = scales or (None, None)
 
     def scores(j):
-        k_KHS = pages_of(k_RHZ, j).transpose(0, 2, 1, 3).reshape(num_kv, head_dim, block)
+        k_KHS = pages_of(k_RHZ, k_scale_RZ, 2, j).transpose(0, 2, 1, 3).reshape(num_kv, head_dim, block)
         return _cap(jnp.einsum("KXH,KHS->KXS", q_KXH, k_KHS), soft_cap)
 
     def values(j):
-        return pages_of(v_RZH, j).reshape(num_kv, block, head_dim)
+        return pages_of(v_RZH, v_scale_RZ, 3, j).reshape(num_kv, block, head_dim)
 
     def whole_block(j, carry):
         return _add_block(carry, scores(j), values(j))
@@ -345,6 +367,11 @@ def attend(q_TKGH, pages, work: XlaWork, *, scale, soft_cap=None):
     return out_TKGH.at[work.items.token_B].set(single_BKGH, mode="drop").astype(q_TKGH.dtype)
 
 
+def why_not(needs: AttentionNeeds) -> str | None:
+    """Any platform and shape; the dtypes of pages that are tested."""
+    return why_not_dtype(needs.kv_dtype)
+
+
 OP = AttentionOp(
     name="xla",
     default_page_size=64,
@@ -353,4 +380,5 @@ OP = AttentionOp(
     write=write,
     prepare=prepare,
     attend=attend,
+    why_not=why_not,
 )

@@ -107,13 +107,14 @@ def test_the_whole_workload_at_once(real: LLM, shared: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "budget"), [(16, 32), (32, 128)])
+@pytest.mark.parametrize(("page_size", "budget", "attention"), [(16, 32, "xla"), (32, 128, "auto"), (64, 64, "xla")])
 @pytest.mark.usefixtures("has_builtin")
-def test_golden_answers_for_any_page_size_and_chunk_budget(golden: list[Case], page_size: int, budget: int):
+def test_golden_answers_for_any_page_size_and_chunk_budget(
+    golden: list[Case], page_size: int, budget: int, attention: str
+):
     """Prompts of up to 39 tokens come in chunks here; pages end inside prompts and inside answers."""
-    llm = LLM(
-        "builtin", use_tqdm=False, page_size=page_size, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=512
-    )
+    sizes = {"page_size": page_size, "max_num_seqs": 8, "max_num_batched_tokens": budget, "max_model_len": 512}
+    llm = LLM("builtin", use_tqdm=False, attention=attention, **sizes)
     for case, out in zip(golden, llm.generate(prompts(golden), lengths(golden), use_tqdm=False), strict=True):
         assert_golden(case, out.outputs[0])
     again = llm.generate(prompts(golden), lengths(golden), use_tqdm=False)

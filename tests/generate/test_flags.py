@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.generate.flags import DEFAULTS, ENGINE_DEFAULTS, attribute_texts, parse, usage_error
+from jaxinfer.flags import attribute_texts
+from jaxinfer.generate.flags import DEFAULTS, ENGINE_DEFAULTS, parse, usage_error
 from jaxinfer.request import SamplingParams
 
 PARTS = [f.default_factory for f in dataclasses.fields(EngineConfig) if f.default_factory is not dataclasses.MISSING]

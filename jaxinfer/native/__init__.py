@@ -1,0 +1,1 @@
+"""`python -m jaxinfer.native`: compiles the native CPU kernels for this machine, once."""
