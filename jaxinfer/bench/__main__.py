@@ -8,12 +8,13 @@ from typing import Annotated
 
 import tyro
 
-from jaxinfer.bench.options import Offline, Start, Steps
+from jaxinfer.bench.options import Attention, Offline, Start, Steps
 from jaxinfer.errors import JaxInferError
 
 Command = (
     Annotated[Offline, tyro.conf.subcommand("offline")]
     | Annotated[Steps, tyro.conf.subcommand("steps")]
+    | Annotated[Attention, tyro.conf.subcommand("attention")]
     | Annotated[Start, tyro.conf.subcommand("start")]
 )
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(command: Offline | Steps | Start) -> int:
+def _run(command: Offline | Steps | Attention | Start) -> int:
     # After parsing, so that --help is quick.
     if isinstance(command, Offline):
         from jaxinfer.bench.offline import run_offline
@@ -43,6 +44,10 @@ def _run(command: Offline | Steps | Start) -> int:
         from jaxinfer.bench.steps import run_steps
 
         return run_steps(command)
+    if isinstance(command, Attention):
+        from jaxinfer.bench.attention import run_attention
+
+        return run_attention(command)
     from jaxinfer.bench.start import run_start
 
     return run_start(command)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxinfer.model import Architecture
 
 
@@ -59,9 +61,15 @@ def attention_flops(arch: Architecture, num_attended: int) -> int:
     return 4 * arch.num_heads * arch.head_dim * num_attended
 
 
-def kv_bytes(arch: Architecture, num_attended: int, item_bytes: int) -> int:
+def kv_item_bytes(arch: Architecture, kv_dtype: str) -> float:
+    """Bytes of one number of a key or value; in 8 bits with its part of the head's float32 scale."""
+    item_bytes = jnp.dtype(kv_dtype).itemsize
+    return item_bytes + (4 / arch.head_dim if item_bytes == 1 else 0)
+
+
+def kv_bytes(arch: Architecture, num_attended: int, item_bytes: float) -> int:
     """Bytes of the keys and values of `num_attended` positions."""
-    return 2 * arch.num_kv_heads * arch.head_dim * num_attended * item_bytes
+    return round(2 * arch.num_kv_heads * arch.head_dim * num_attended * item_bytes)
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Answered:
 
 
 def workload_cost(
-    arch: Architecture, answers: Iterable[Answered], num_passes: int, weight_item_bytes: int, kv_item_bytes: int
+    arch: Architecture, answers: Iterable[Answered], num_passes: int, weight_item_bytes: int, kv_item_bytes: float
 ) -> Cost:
     """Least work of finished requests.
 

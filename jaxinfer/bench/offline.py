@@ -10,11 +10,12 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.bench.costs import Answered, Cost, workload_cost
+from jaxinfer.bench.costs import Answered, Cost, kv_item_bytes, workload_cost
 from jaxinfer.bench.drive import Run, run_at_once, run_one_by_one
 from jaxinfer.bench.machine import MachineRates, measure_machine
 from jaxinfer.bench.options import Offline, flat_options
@@ -51,14 +52,18 @@ def run_offline(command: Offline) -> int:
         works = synthetic_workload(loaded.arch.vocab_size)[:count]
     check_fits(works, loaded.arch.vocab_size, loaded.memory.max_model_len)
 
-    at_once, one_by_one = measure(loaded, works, command.repeat, command.baseline)
+    other = None
+    if command.other_attention is not None:
+        options = flat_options(command.engine, max_num_seqs=min(count, MAX_SEQS))
+        other = LLM(**{**options, "attention": command.other_attention, "page_size": None}).loaded
+    runs = measure(loaded, works, command.repeat, command.baseline, other)
     metrics = engine_metrics(loaded)  # before the machine is measured: that takes memory too
     machine = measure_machine() if command.measure_machine else None
-    record = summarize(loaded, at_once, one_by_one, metrics, machine)
-    answers: dict[str, Sequence[int]] = {a.id: a.token_ids for a in at_once[0].answers}
+    record = summarize(loaded, runs, metrics, machine)
+    answers: dict[str, Sequence[int]] = {a.id: a.token_ids for a in runs.at_once[0].answers}
     agreements = [
         compare({a.id: a.token_ids for a in run.answers}, expected)
-        for run in (*at_once, *one_by_one)
+        for run in (*runs.at_once, *runs.one_by_one, *runs.other_attention)
         if expected is not None
     ]
     record["agreement"] = [dataclasses.asdict(a) for a in agreements]
@@ -68,30 +73,51 @@ def run_offline(command: Offline) -> int:
     return 0 if all(a.is_whole for a in agreements) else 1
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The runs of each kind, in the order they were made.
+
+    Attributes:
+      at_once: the engine as configured, all requests at once.
+      one_by_one: the same engine, one request after another.
+      other_attention: another engine, all at once.
+    """
+
+    at_once: list[Run] = field(default_factory=list)
+    one_by_one: list[Run] = field(default_factory=list)
+    other_attention: list[Run] = field(default_factory=list)
+
+
 def measure(
-    loaded: LoadedEngine, works: Sequence[Work], repeat: int, with_baseline: bool
-) -> tuple[list[Run], list[Run]]:
-    """(runs at once, runs one by one), taken in turn so that a change of the machine's load meets both."""
-    run_at_once(loaded, [WARM_UP], "warm-up")
-    at_once: list[Run] = []
-    one_by_one: list[Run] = []
+    loaded: LoadedEngine, works: Sequence[Work], repeat: int, with_baseline: bool, other: LoadedEngine | None = None
+) -> Runs:
+    """Takes the kinds in turn, so that a change of the machine's load meets all."""
+    runs = Runs()
+    for engine in (loaded, *([] if other is None else [other])):
+        run_at_once(engine, [WARM_UP], "warm-up")
     for i in range(repeat):
-        at_once.append(run_at_once(loaded, works, f"at once {i}"))
-        _tell(f"run {i + 1} of {repeat}, all at once: {rate(at_once[-1]):.1f} output tokens/s")
+        runs.at_once.append(run_at_once(loaded, works, f"at once {i}"))
+        _tell(f"run {i + 1} of {repeat}, all at once: {rate(runs.at_once[-1]):.1f} output tokens/s")
         if with_baseline:
-            one_by_one.append(run_one_by_one(loaded, works, f"one by one {i}"))
-            _tell(f"run {i + 1} of {repeat}, one by one: {rate(one_by_one[-1]):.1f} output tokens/s")
-    return at_once, one_by_one
+            runs.one_by_one.append(run_one_by_one(loaded, works, f"one by one {i}"))
+            _tell(f"run {i + 1} of {repeat}, one by one: {rate(runs.one_by_one[-1]):.1f} output tokens/s")
+        if other is not None:
+            runs.other_attention.append(run_at_once(other, works, f"at once {i}"))
+            _tell(
+                f"run {i + 1} of {repeat}, {other.attention} attention: "
+                f"{rate(runs.other_attention[-1]):.1f} output tokens/s"
+            )
+    return runs
 
 
 def summarize(
     loaded: LoadedEngine,
-    at_once: Sequence[Run],
-    one_by_one: Sequence[Run],
+    runs: Runs,
     metrics: dict[str, Any],
     machine: MachineRates | None,
 ) -> dict[str, Any]:
     """Everything measured, ready for JSON; the top figures are those of the median run."""
+    at_once, one_by_one = runs.at_once, runs.one_by_one
     median = median_run(at_once)
     cost = run_cost(loaded, median)
     record: dict[str, Any] = {
@@ -99,6 +125,7 @@ def summarize(
         "model": loaded.source,
         "dtype": loaded.dtype,
         "config": dataclasses.asdict(loaded.config),
+        "attention": metrics["attention"],
         "max_num_seqs": loaded.programs.sizes.num_slots,
         "at_once": dataclasses.asdict(figures(median)),
         "at_once_rates": [rate(run) for run in at_once],
@@ -119,6 +146,12 @@ def summarize(
         record["one_by_one_rates"] = [rate(run) for run in one_by_one]
         record["speedups"] = ratios
         record["speedup"] = statistics.median(ratios)
+    if runs.other_attention:
+        ratios = speedups(at_once, runs.other_attention)
+        record["other_attention"] = dataclasses.asdict(figures(median_run(runs.other_attention)))
+        record["other_attention_rates"] = [rate(run) for run in runs.other_attention]
+        record["attention_speedups"] = ratios
+        record["attention_speedup"] = statistics.median(ratios)
     return record
 
 
@@ -130,14 +163,15 @@ def run_cost(loaded: LoadedEngine, run: Run) -> Cost:
         [Answered(a.prompt_tokens, a.cached_tokens, len(a.token_ids)) for a in run.answers],
         run.num_passes,
         jnp.dtype(loaded.dtype).itemsize,
-        jnp.dtype(loaded.dtype if kv_dtype == "auto" else kv_dtype).itemsize,
+        kv_item_bytes(loaded.arch, loaded.dtype if kv_dtype == "auto" else kv_dtype),
     )
 
 
 def show(record: dict[str, Any], agreements: Sequence[Agreement]) -> None:
     """The table on the terminal."""
-    runs = [record["at_once"], *([record["one_by_one"]] if "one_by_one" in record else [])]
-    names = ["", "all at once", "one by one"][: len(runs) + 1]
+    kinds = {"at_once": "all at once", "one_by_one": "one by one", "other_attention": "other attention"}
+    runs = [record[kind] for kind in kinds if kind in record]
+    names = ["", *(name for kind, name in kinds.items() if kind in record)]
 
     def line(name: str, say) -> list[str]:
         return [name, *(say(run) for run in runs)]
@@ -184,9 +218,13 @@ def _whole_process(record: dict[str, Any], num_runs: int) -> list[list[str]]:
     if "speedup" in record:
         pairs = ", ".join(f"{r:.2f}" for r in record["speedups"])
         rows.append(["at once / one by one", f"{record['speedup']:.2f} x (pairs: {pairs})"])
-    rows.append(["rates of all runs", ", ".join(f"{r:.1f}" for r in record["at_once_rates"])])
-    if "one_by_one_rates" in record:
-        rows[-1].append(", ".join(f"{r:.1f}" for r in record["one_by_one_rates"]))
+    if "attention_speedup" in record:
+        pairs = ", ".join(f"{r:.2f}" for r in record["attention_speedups"])
+        name = record["attention"]["implementation"]
+        rows.append([f"{name} / other attention", f"{record['attention_speedup']:.2f} x (pairs: {pairs})"])
+    rates = [record[f"{kind}_rates"] for kind in ("at_once", "one_by_one", "other_attention") if kind in record]
+    rows.append(["rates of all runs", *(", ".join(f"{r:.1f}" for r in found) for found in rates)])
+    rows.append(["attention", "{implementation}: {reason}".format(**record["attention"])])
     return [row + [""] * (num_runs + 1 - len(row)) for row in rows]
 
 

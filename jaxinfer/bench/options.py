@@ -18,6 +18,7 @@ class Offline:
       workload: JSON list of {"id", "prompt_token_ids", "max_tokens", "ignore_eos"}; None takes a small synthetic one.
       limit: only the first so many requests.
       baseline: also do the same work one request after another, and print the ratio.
+      other_attention: also do the same work, all at once, with this implementation of attention, and print the ratio.
       expect_ids: JSON object {id: [token ids]} to compare the answers with; exit code 1 when any differs.
       repeat: runs of each kind, in turn; figures are medians.
       measure_machine: measure memory bandwidth and GFLOP/s afterwards (1 GB, some seconds); print the parts reached.
@@ -28,6 +29,7 @@ class Offline:
     workload: Path | None = None
     limit: int | None = None
     baseline: bool = False
+    other_attention: str | None = None
     expect_ids: Path | None = None
     repeat: int = 1
     measure_machine: bool = True
@@ -70,6 +72,46 @@ class Steps:
         _at_least("repeat", self.repeat, 1)
         if not self.rows and not self.prompts:
             raise ConfigError("rows and prompts are both empty; give at least one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The attention op alone: every implementation that runs here, in turn, beside the time to read its pages.
+
+    Attributes:
+      implementations: names; none takes all that run here, except the slow reference.
+      rows: sequences decoding at once, one query token each.
+      context: mean positions they attend to; scattered from half to 1.5 times it.
+      prompt: length of a prompt to prefill.
+      long_context: positions of a single decoding sequence.
+      draft_tokens: query tokens of each of 8 rows that verify a draft.
+      num_kv_heads, group, head_dim: K, G and H; the defaults are the built-in model's.
+      page_size: Z; None takes each implementation's own.
+      kv_dtype: of the pages.
+      layers: page pools visited in turn, so that none is still in a cache.
+      repeat: repetitions; the least time counts.
+      json: file for everything measured.
+    """
+
+    implementations: tuple[str, ...] = ()
+    rows: int = 32
+    context: int = 160
+    prompt: int = 512
+    long_context: int = 4000
+    draft_tokens: int = 5
+    num_kv_heads: int = 3
+    group: int = 3
+    head_dim: int = 64
+    page_size: int | None = None
+    kv_dtype: str = "float32"
+    layers: int = 10
+    repeat: int = 10
+    json: Path | None = None
+
+    def __post_init__(self):
+        for name in ("rows", "prompt", "long_context", "draft_tokens", "num_kv_heads", "group", "layers", "repeat"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("context", self.context, 8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxinfer.bench.bound import ProductBound, ProductTimes, bound_of
-from jaxinfer.bench.costs import Cost, attended, attention_flops, kv_bytes, product_flops, product_weights
+from jaxinfer.bench.costs import (
+    Cost,
+    attended,
+    attention_flops,
+    kv_bytes,
+    kv_item_bytes,
+    product_flops,
+    product_weights,
+)
 from jaxinfer.bench.dispatches import DecodeTimes, time_decode, time_prefill
 from jaxinfer.bench.machine import MachineProbe, MachineRates
 from jaxinfer.bench.options import Steps, flat_options
@@ -168,10 +176,10 @@ def _figures(
 def _cost(loaded: LoadedEngine, num_tokens: int, num_head_rows: int, num_attended: int, num_read: int) -> Cost:
     """Least work of one pass; `num_read` positions' keys and values are read from memory."""
     arch, kv_dtype = loaded.arch, loaded.config.model.kv_cache_dtype
-    kv_item_bytes = jnp.dtype(loaded.dtype if kv_dtype == "auto" else kv_dtype).itemsize
+    item_bytes = kv_item_bytes(arch, loaded.dtype if kv_dtype == "auto" else kv_dtype)
     flops = product_flops(arch, num_tokens, num_head_rows) + attention_flops(arch, num_attended)
     weight_bytes = product_weights(arch) * jnp.dtype(loaded.dtype).itemsize
-    return Cost(flops, weight_bytes + kv_bytes(arch, num_read, kv_item_bytes))
+    return Cost(flops, weight_bytes + kv_bytes(arch, num_read, item_bytes))
 
 
 def show(record: dict[str, Any], cases: Sequence[CaseFigures]) -> None:

@@ -10,6 +10,7 @@ from jaxinfer.bench.costs import (
     attention_flops,
     head_weights,
     kv_bytes,
+    kv_item_bytes,
     layer_weights,
     product_flops,
     product_weights,
@@ -71,6 +72,8 @@ def test_attention_costs_scores_and_sums_of_every_query_head():
 
 def test_keys_and_values_are_counted_once_each():
     assert kv_bytes(ARCH, 3, 4) == 3 * (2 + 2) * 4
+    assert [kv_item_bytes(ARCH, dtype) for dtype in ("float32", "bfloat16")] == [4, 2]
+    assert kv_item_bytes(ARCH, "int8") * ARCH.head_dim == ARCH.head_dim + 4, "a float32 scale for each head"
 
 
 def test_workload_by_hand():

@@ -5,12 +5,12 @@ import json
 import pytest
 import tiny
 
-from jaxinfer.bench import offline, report, steps
+from jaxinfer.bench import attention, offline, report, steps
 from jaxinfer.bench.bound import ProductBound
 from jaxinfer.bench.dispatches import scattered_lengths, time_decode, time_prefill
 from jaxinfer.bench.drive import run_at_once, run_one_by_one
 from jaxinfer.bench.machine import MachineProbe
-from jaxinfer.bench.options import Steps
+from jaxinfer.bench.options import Attention, Steps
 from jaxinfer.bench.workload import Work
 from jaxinfer.engine.metrics import engine_metrics
 from jaxinfer.errors import ConfigError
@@ -62,16 +62,17 @@ def test_cache_is_empty_at_the_start_of_a_run_and_shared_only_inside_one_at_once
 
 @pytest.mark.slow
 def test_offline_record_and_table(loaded, probe, capsys, tmp_path):
-    at_once, one_by_one = offline.measure(loaded, WORKS, 2, True)
-    assert (len(at_once), len(one_by_one)) == (2, 2)
-    record = offline.summarize(loaded, at_once, one_by_one, engine_metrics(loaded), probe.rates())
+    runs = offline.measure(loaded, WORKS, 2, True, tiny.shared_engine(attention="xla"))
+    assert (len(runs.at_once), len(runs.one_by_one), len(runs.other_attention)) == (2, 2, 2)
+    record = offline.summarize(loaded, runs, engine_metrics(loaded), probe.rates())
     assert record["at_once"]["output_tokens"] == sum(w.max_tokens for w in WORKS)
-    assert len(record["speedups"]) == 2
+    assert len(record["speedups"]) == len(record["attention_speedups"]) == 2
     agreement = report.compare({"w0": (1,)}, {"w0": [2]})
     offline.show(record, [agreement])
     text = capsys.readouterr().out
     assert "output tokens/s" in text
     assert "0 of 1" in text
+    assert f"{loaded.attention} / other attention" in text
     assert "ids differ in w0" in text
     report.write_json(tmp_path / "out.json", record)
     assert json.loads((tmp_path / "out.json").read_text())["max_num_seqs"] == 4
@@ -91,6 +92,20 @@ def test_steps_record_and_table(loaded, probe, capsys):
     assert "prefill 48 with logits of every position" in capsys.readouterr().out
     assert not loaded.engine.has_work()
     loaded.engine.scheduler.audit()
+
+
+@pytest.mark.slow
+def test_attention_alone_is_timed_in_every_implementation_that_runs(monkeypatch, capsys, tmp_path, probe):
+    monkeypatch.setattr(attention, "MachineProbe", lambda: probe)
+    sizes = {"rows": 2, "context": 24, "prompt": 32, "long_context": 40, "draft_tokens": 3, "layers": 2, "repeat": 1}
+    assert attention.run_attention(Attention(**sizes, head_dim=16, page_size=8, json=tmp_path / "out.json")) == 0
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert {c["implementation"] for c in cases} == {"xla"}, "pages of 8 are too small for the native kernel"
+    decode = next(c for c in cases if c["case"] == "decode 2 at 24")
+    assert decode["kv_bytes"] % (2 * 4 * 3 * 16) == 0
+    assert "prefill 32" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="page_size is 8"):
+        attention.run_attention(Attention(**sizes, implementations=("cpu",), page_size=8))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.bench import __main__ as command
-from jaxinfer.bench.options import Offline, Start, Steps, flat_options
+from jaxinfer.bench.options import Attention, Offline, Start, Steps, flat_options
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
 
@@ -32,6 +32,12 @@ def test_lists_of_cases_are_flags(parsed):
     found = parsed("steps", "--rows", "2", "4", "--prompts", "64")
     assert isinstance(found, Steps)
     assert (found.rows, found.prompts) == ((2, 4), (64,))
+
+
+def test_attention_has_its_own_flags(parsed):
+    found = parsed("attention", "--implementations", "xla", "cpu", "--page-size", "32")
+    assert isinstance(found, Attention)
+    assert (found.implementations, found.page_size) == (("xla", "cpu"), 32)
 
 
 def test_start_has_its_own_flags(parsed):
