@@ -14,7 +14,7 @@ import pytest
 
 from jaxinfer import errors
 from jaxinfer.config import EngineConfig
-from jaxinfer.generate.flags import attribute_texts
+from jaxinfer.flags import attribute_texts
 from jaxinfer.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jaxinfer.step.memory import MemoryPlan
 
@@ -83,6 +83,7 @@ def test_no_metric_is_documented_that_is_not_there():
     rows = re.findall(r"^\| `([\w.]+)` \|", text("docs/metrics.md"), re.MULTILINE)
     known = {*engine_metric_keys(), *RequestMetrics().to_dict(), *(f.name for f in dataclasses.fields(RequestMetrics))}
     known |= {f"memory.{f.name}" for f in dataclasses.fields(MemoryPlan)}
+    known |= {"attention.implementation", "attention.reason"}
     assert set(rows) - known == {f"start_seconds.{part}" for part in ("open", "weights", "pages", "compile")}
 
 
