@@ -166,7 +166,7 @@ def _sizes(
     """Static sizes of the programs, and the memory they leave for pages."""
     device = rules.mesh.devices.flat[0]
     is_cpu = device.platform == "cpu"
-    max_num_seqs = config.scheduler.max_num_seqs or (32 if is_cpu else 256)
+    max_num_seqs = config.scheduler.max_num_seqs or _default_num_seqs(config, arch, page_format, is_cpu)
     max_tokens = config.scheduler.max_num_batched_tokens or max(512 if is_cpu else 2048, max_num_seqs)
     if max_tokens < max_num_seqs:
         raise ConfigError(
@@ -178,7 +178,7 @@ def _sizes(
         device_bytes=device_bytes,
         page_format=page_format,
         weight_bytes=sum(shard_bytes(a) for a in leaves),
-        temporary_bytes=HEAD_ROOM_BYTES + 3 * max_num_seqs * arch.vocab_size * 4,
+        temporary_bytes=_temporary_bytes(arch, rules, max_num_seqs, max_tokens, leaves[0].dtype.itemsize),
         memory_utilization=config.cache.memory_utilization,
         num_pages=config.cache.num_pages,
         max_num_seqs=max_num_seqs,
@@ -194,7 +194,35 @@ def _sizes(
         num_pages=memory.num_pages,
         table_width=-(-memory.max_model_len // page_format.page_size),
     )
+    most = page_format.op.max_table_entries
+    if most is not None and sizes.num_slots * sizes.table_width > most:
+        raise ConfigError(
+            f"{sizes.num_slots} sequences of {sizes.table_width} pages make a page table of "
+            f"{sizes.num_slots * sizes.table_width:,} entries; {page_format.op.name} attention has room for {most:,}; "
+            "lower max_num_seqs or max_model_len, or raise page_size"
+        )
     return sizes, memory
+
+
+def _default_num_seqs(config: EngineConfig, arch: Architecture, page_format: PageFormat, is_cpu: bool) -> int:
+    """32 on a CPU, 256 elsewhere, or what the attention's page table has room for."""
+    if is_cpu:
+        return 32
+    longest = min(config.model.max_model_len or arch.max_positions, arch.max_positions)
+    most = page_format.op.max_table_entries
+    return 256 if most is None else max(1, min(256, most // -(-longest // page_format.page_size)))
+
+
+def _temporary_bytes(arch: Architecture, rules: MeshRules, num_slots: int, num_tokens: int, item_bytes: int) -> int:
+    """Estimate of what slots and the hungriest program take on a device beside weights and pages.
+
+    Logits three times over and each slot's counts, all float32 or int32 over the vocabulary; a step's hidden states, and
+    the products of one layer, several of which live at once. `plan` has the compiled programs' true figures.
+    """
+    shards = rules.mesh.shape["model"]
+    heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    per_token = 6 * arch.hidden_size + (2 * heads + 3 * arch.intermediate_size) // shards
+    return HEAD_ROOM_BYTES + 4 * num_slots * arch.vocab_size * 4 + num_tokens * per_token * max(item_bytes, 4)
 
 
 def _flatten(params: ModelParams):

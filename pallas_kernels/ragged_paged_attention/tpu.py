@@ -53,6 +53,7 @@ from pallas_kernels.ragged_paged_attention.tpu_write import (
 LOWEST = -1e30  # a finite stand-in for -inf: LOWEST - LOWEST must not be NaN
 LOG2_E = math.log2(math.e)
 VMEM_LIMIT = 64 << 20
+MAX_TABLE_ENTRIES = 200_000  # int32; the page table lies in SMEM, which holds 1 MB, beside the list of tiles
 FP8_SHIFT = 120  # 127 - 7, the biases of float32's and float8_e4m3fn's exponents
 FP8_BITS = -0x78100000  # 0x87F00000: the sign, four bits of exponent and three of mantissa
 
@@ -626,6 +627,7 @@ def make_op(*, interpret=False, block_sizes: BlockSizes | None = None) -> Attent
         prepare=functools.partial(prepare, block_sizes=block_sizes),
         attend=functools.partial(attend, block_sizes=block_sizes, interpret=interpret),
         why_not=why_not,
+        max_table_entries=MAX_TABLE_ENTRIES,
     )
 
 
