@@ -2,15 +2,18 @@
 
 No pages, no cache, no batch, no jax: it shares nothing with the product but the weights' layout, read by name:
 
-    layers.<i>.attention.qkv.weight   [D, K, G + 2, H]   queries, key and value of each KV head
-    layers.<i>.attention.out.weight   [K, G, H, D]
-    layers.<i>.mlp.gate_up.weight     [D, 2, F]          layers.<i>.mlp.down.weight  [F, D]
+    layers.<i>.attention.qkv.weight   [D, K * (G + 2) * H]   queries, key and value of each KV head
+    layers.<i>.attention.out.weight   [K * G * H, D]
+    layers.<i>.mlp.gate_up.weight     [D, 2 * F]             the gate, then `up`
+    layers.<i>.mlp.down.weight        [F, D]
 
-That is order `in_out`; `out_in` has the input axes last.
+That is order `in_out` on one device; `out_in` has the transposes, and each of several devices its share of the gate,
+then of `up`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +25,7 @@ from jaxinfer.model import Architecture, ModelParams
 
 @dataclass(frozen=True)
 class Oracle:
-    """A model as float64 arrays, all matrices [in..., out...].
+    """A model as float64 arrays, all matrices [in, out].
 
     Attributes:
       weights: {name: array}, names as above.
@@ -38,8 +41,24 @@ class Oracle:
         for prefix, state in [("top", params.top), *((f"layers.{i}", s) for i, s in enumerate(params.layers))]:
             for path, leaf in nnx.to_flat_state(state):
                 name = ".".join((prefix, *map(str, path)))
-                weights[name] = _in_first(name, np.asarray(leaf.get_value()).astype(np.float64), order)
+                array = leaf.get_value()
+                value = _in_first(name, np.asarray(array).astype(np.float64), order)
+                if name.endswith("mlp.gate_up.weight"):
+                    num_shares = array.size // math.prod(array.sharding.shard_shape(array.shape))
+                    value = _gate_first(value, num_shares)
+                weights[name] = value
         return Oracle(arch, weights)
+
+    def heads_of(self, layer: int) -> np.ndarray:
+        """[K, G + 2, D, H]: the matrices of each KV head's queries, of its key and of its value."""
+        arch = self.arch
+        shape = (arch.hidden_size, arch.num_kv_heads, arch.group_size + 2, arch.head_dim)
+        return self.weights[f"layers.{layer}.attention.qkv.weight"].reshape(shape).transpose(1, 2, 0, 3)
+
+    def gate_and_up_of(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Both [D, F]."""
+        both_DX, size = self.weights[f"layers.{layer}.mlp.gate_up.weight"], self.arch.intermediate_size
+        return both_DX[:, :size], both_DX[:, size:]
 
     def hidden(self, token_ids: Sequence[int]) -> np.ndarray:
         """float64 [T, D] in front of the final norm."""
@@ -48,9 +67,9 @@ class Oracle:
         for i in range(arch.num_layers):
             layer = f"layers.{i}."
             normed_TD = _norm(x_TD, self.weights[layer + "attention_norm.weight"], arch.rms_norm_eps)
-            x_TD = x_TD + self._attention(normed_TD, layer + "attention.", arch.window(i))
+            x_TD = x_TD + self._attention(normed_TD, i)
             normed_TD = _norm(x_TD, self.weights[layer + "mlp_norm.weight"], arch.rms_norm_eps)
-            gate_TF, up_TF = np.einsum("TD,DiF->iTF", normed_TD, self.weights[layer + "mlp.gate_up.weight"])
+            gate_TF, up_TF = (normed_TD @ weight_DF for weight_DF in self.gate_and_up_of(i))
             x_TD = x_TD + (gate_TF / (1 + np.exp(-gate_TF)) * up_TF) @ self.weights[layer + "mlp.down.weight"]
         return x_TD
 
@@ -79,9 +98,11 @@ class Oracle:
                 break
         return GreedyText(tuple(ids[len(prompt) :]), tuple(logprobs), min(gaps))
 
-    def _attention(self, x_TD: np.ndarray, prefix: str, window: int | None) -> np.ndarray:
+    def _attention(self, x_TD: np.ndarray, layer: int) -> np.ndarray:
         num_tokens, group, head_dim = len(x_TD), self.arch.group_size, self.arch.head_dim
-        qkv = np.einsum("TD,DKXH->KXTH", x_TD, self.weights[prefix + "qkv.weight"])
+        window = self.arch.window(layer)
+        qkv = x_TD @ self.heads_of(layer)
+        out_NHD = self.weights[f"layers.{layer}.attention.out.weight"].reshape(-1, head_dim, x_TD.shape[1])
         age_TS = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
         sees_TS = (age_TS >= 0) & (age_TS < (window or num_tokens))
         out_TD = np.zeros_like(x_TD)
@@ -91,7 +112,7 @@ class Oracle:
                 score_TS = _rotated(qkv[kv_head, g], self.arch) @ k_SH.T / np.sqrt(head_dim)
                 weight_TS = np.where(sees_TS, np.exp(score_TS - score_TS.max(-1, keepdims=True)), 0.0)
                 weight_TS /= weight_TS.sum(-1, keepdims=True)
-                out_TD += weight_TS @ v_SH @ self.weights[prefix + "out.weight"][kv_head, g]
+                out_TD += weight_TS @ v_SH @ out_NHD[kv_head * group + g]
         return out_TD
 
 
@@ -123,12 +144,13 @@ def _norm(x_TD: np.ndarray, weight_D: np.ndarray, eps: float) -> np.ndarray:
     return x_TD / np.sqrt((x_TD * x_TD).mean(-1, keepdims=True) + eps) * weight_D
 
 
-_NUM_OUT_AXES = {"qkv": 3, "out": 1, "gate_up": 2, "down": 1}
-
-
 def _in_first(name: str, value: np.ndarray, order: str) -> np.ndarray:
-    """[out..., in...] turned into [in..., out...]; norms and tables as they are."""
-    num_out = _NUM_OUT_AXES.get(name.split(".")[-2])
-    if order == "in_out" or num_out is None:
-        return value
-    return value.transpose(*range(num_out, value.ndim), *range(num_out))
+    """[out, in] turned into [in, out]; biases, norms and tables as they are."""
+    is_matrix = name.startswith("layers.") and value.ndim == 2
+    return value.T if is_matrix and order == "out_in" else value
+
+
+def _gate_first(both_DX: np.ndarray, num_shares: int) -> np.ndarray:
+    """The columns of all shares of the gate, then those of `up`."""
+    shares = np.split(both_DX, 2 * num_shares, axis=1)
+    return np.concatenate(shares[::2] + shares[1::2], axis=1)

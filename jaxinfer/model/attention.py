@@ -16,7 +16,7 @@ from jaxinfer.model.architecture import Architecture
 from jaxinfer.model.linear import Linear
 from jaxinfer.model.norms import RMSNorm
 from jaxinfer.model.rope import rotate
-from jaxinfer.model.sharding import MeshRules
+from jaxinfer.model.sharding import MeshRules, PackedAxis
 from pallas_kernels.ragged_paged_attention import AttentionOp
 
 
@@ -42,6 +42,8 @@ class SelfAttention(nnx.Module):
     Queries, keys and values are one product, laid out by KV head so that heads shard together.
 
     Attributes:
+      qkv: columns in the order (KV head, its queries, key and value, H).
+      out: rows in the order (KV head, its queries, H).
       q_norm, k_norm: over each head's values, or None.
       scale, soft_cap: of the scores.
     """
@@ -49,28 +51,27 @@ class SelfAttention(nnx.Module):
     def __init__(self, arch: Architecture, *, order: str, dtype, rngs: nnx.Rngs | None):
         d, k, g, h = arch.hidden_size, arch.num_kv_heads, arch.group_size, arch.head_dim
         options = {"order": order, "dtype": dtype, "rngs": rngs}
-        heads = ("kv_heads", None, None)
-        self.qkv = Linear((d,), (None,), (k, g + 2, h), heads, **options, has_bias=arch.has_qkv_bias)
-        self.out = Linear((k, g, h), heads, (d,), (None,), **options, has_bias=arch.has_out_bias)
+        heads = PackedAxis("kv_heads", k)
+        self.qkv = Linear(d, None, k * (g + 2) * h, heads, **options, has_bias=arch.has_qkv_bias)
+        self.out = Linear(k * g * h, heads, d, None, **options, has_bias=arch.has_out_bias)
         norm = functools.partial(RMSNorm, h, arch.rms_norm_eps, dtype=dtype, rngs=rngs, adds_one=arch.norm_adds_one)
         self.q_norm = norm() if arch.has_qk_norm else None
         self.k_norm = norm() if arch.has_qk_norm else None
-        self.group_size = g
+        self.num_kv_heads, self.group_size, self.head_dim = k, g, h
         self.scale = arch.attention_scale
         self.soft_cap = arch.attention_soft_cap
 
     def __call__(self, x_TD, pages, inputs: AttentionInput, op: AttentionOp, rules: MeshRules):
         """Returns (out_TD, pages with this step's keys and values written)."""
-        qkv_TKXH = self.qkv(x_TD)
-        g = self.group_size
+        num_tokens, g = x_TD.shape[0], self.group_size
+        qkv_TKXH = self.qkv(x_TD).reshape(num_tokens, self.num_kv_heads, g + 2, self.head_dim)
         q_TKGH, k_TKH = qkv_TKXH[:, :, :g], qkv_TKXH[:, :, g]
         if self.q_norm is not None and self.k_norm is not None:
             q_TKGH, k_TKH = self.q_norm(q_TKGH), self.k_norm(k_TKH)
         q_TKGH = rotate(q_TKGH, inputs.cos_T2H, inputs.sin_T2H)
         k_TKH = rotate(k_TKH, inputs.cos_T2H, inputs.sin_T2H)
         v_TKH = qkv_TKXH[:, :, g + 1]
-        num_kv = k_TKH.shape[1]
-        heads = "model" if num_kv % rules.mesh.shape["model"] == 0 else None
+        heads = "model" if self.num_kv_heads % rules.mesh.shape["model"] == 0 else None
         on_heads = PartitionSpec(None, heads)
         page_specs = jax.tree.map(
             lambda a: PartitionSpec(*(heads if i == op.kv_head_axis else None for i in range(a.ndim))), pages
@@ -88,4 +89,4 @@ class SelfAttention(nnx.Module):
             return op.attend(q_TKGH, pages, inputs.work, scale=self.scale, soft_cap=self.soft_cap), pages
 
         attended_TKGH, pages = attend(q_TKGH, k_TKH, v_TKH, pages, inputs)
-        return self.out(attended_TKGH), pages
+        return self.out(attended_TKGH.reshape(num_tokens, -1)), pages

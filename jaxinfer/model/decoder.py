@@ -47,7 +47,7 @@ class DecoderLayer(nnx.Module):
         if self.attention_post_norm is not None:
             attended_TD = self.attention_post_norm(attended_TD)
         x_TD = x_TD + attended_TD
-        fed_TD = self.mlp(self.mlp_norm(x_TD))
+        fed_TD = self.mlp(self.mlp_norm(x_TD), rules)
         if self.mlp_post_norm is not None:
             fed_TD = self.mlp_post_norm(fed_TD)
         return x_TD + fed_TD, pages

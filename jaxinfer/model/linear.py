@@ -12,24 +12,27 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.model.params import declare
+from jaxinfer.model.sharding import Axis
 
 WEIGHT_ORDERS = ("in_out", "out_in")
 
 
 class Linear(nnx.Module):
-    """y = x W + b over the trailing `len(in_shape)` axes of x, accumulated in float32.
+    """y_TO = x_TI W + b, accumulated in float32.
+
+    The matrix is stored as the product reads it: a reshape of it could be a copy of all weights in every dispatch.
 
     Attributes:
-      weight: [*in_shape, *out_shape] or [*out_shape, *in_shape], by `order`.
-      bias: [*out_shape], or None.
+      weight: [I, O] or [O, I], by `order`.
+      bias: [O], or None.
     """
 
     def __init__(
         self,
-        in_shape,
-        in_axes,
-        out_shape,
-        out_axes,
+        size_in: int,
+        axis_in: Axis,
+        size_out: int,
+        axis_out: Axis,
         *,
         order: str,
         dtype,
@@ -37,28 +40,17 @@ class Linear(nnx.Module):
         has_bias: bool = False,
     ):
         assert order in WEIGHT_ORDERS
-        scale = 1.0 / math.sqrt(math.prod(in_shape))
-        shape, axes = (
-            (in_shape + out_shape, in_axes + out_axes)
-            if order == "in_out"
-            else (out_shape + in_shape, out_axes + in_axes)
-        )
+        scale = 1.0 / math.sqrt(size_in)
+        shape, axes = (size_in, size_out), (axis_in, axis_out)
+        if order == "out_in":
+            shape, axes = shape[::-1], axes[::-1]
         self.weight = declare(rngs, shape, axes, dtype=dtype, scale=scale)
-        self.bias = declare(rngs, out_shape, out_axes, dtype=dtype, scale=scale) if has_bias else None
-        self.in_shape = in_shape
-        self.out_shape = out_shape
+        self.bias = declare(rngs, (size_out,), (axis_out,), dtype=dtype, scale=scale) if has_bias else None
         self.order = order
 
-    def __call__(self, x):
-        size_in, size_out = math.prod(self.in_shape), math.prod(self.out_shape)
-        x_TI = x.reshape(x.shape[0], size_in)
-        weight = self.weight[...]
-        if self.order == "in_out":
-            w, contract = weight.reshape(size_in, size_out), 0
-        else:
-            w, contract = weight.reshape(size_out, size_in), 1
-        y_TO = dot(x_TI, w, contract, None if self.bias is None else self.bias[...].reshape(size_out))
-        return y_TO.reshape(x.shape[0], *self.out_shape)
+    def __call__(self, x_TI):
+        contract = 0 if self.order == "in_out" else 1
+        return dot(x_TI, self.weight[...], contract, None if self.bias is None else self.bias[...])
 
 
 def dot(x_TI, w, contract: int, bias_O=None):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.model.sharding import MeshRules
+from jaxinfer.model.sharding import Axis, MeshRules
 
 
 class ModelParams(NamedTuple):
@@ -34,7 +34,7 @@ class ModelParams(NamedTuple):
 
 
 def declare(
-    rngs: nnx.Rngs | None, shape: tuple[int, ...], axes: tuple[str | None, ...], *, dtype, scale: float | None
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], axes: tuple[Axis, ...], *, dtype, scale: float | None
 ) -> nnx.Param:
     """One parameter.
 
@@ -70,7 +70,7 @@ def abstract_params(make_decoder: Callable[[nnx.Rngs | None], Any]) -> ModelPara
 
 
 def fill(abstract: ModelParams, rules: MeshRules, value_of: Callable[[str, Any], np.ndarray]) -> ModelParams:
-    """Makes real parameters, one at a time, each put straight into its sharding.
+    """Makes real parameters, one at a time, each put straight into its sharding, and in the order it needs there.
 
     Args:
       abstract: from `abstract_params`.
@@ -84,8 +84,8 @@ def fill(abstract: ModelParams, rules: MeshRules, value_of: Callable[[str, Any],
         struct = leaf.get_value()
         value = value_of(name, struct)
         assert (value.shape, value.dtype) == (struct.shape, struct.dtype), (name, value.shape, value.dtype, struct)
-        array = jax.device_put(value, rules.sharding(struct.shape, leaf.get_metadata()["axes"]))
-        return leaf.replace(array)
+        axes = leaf.get_metadata()["axes"]
+        return leaf.replace(jax.device_put(rules.deal(value, axes), rules.sharding(struct.shape, axes)))
 
     def state(prefix: str, tree):
         flat = [(path, one(prefix, path, leaf)) for path, leaf in nnx.to_flat_state(tree)]
@@ -98,7 +98,7 @@ def fill(abstract: ModelParams, rules: MeshRules, value_of: Callable[[str, Any],
 
 
 def random_params(make_decoder: Callable[[nnx.Rngs | None], Any], rules: MeshRules, seed: int) -> ModelParams:
-    """Random parameters of a small model, the same on every mesh."""
+    """Random parameters of a small model, the same function on every mesh."""
     params = split_decoder(make_decoder(nnx.Rngs(params=seed)))
     flat: Mapping[str, np.ndarray] = _flatten(params)
     return fill(params, rules, lambda name, struct: flat[name])

@@ -71,17 +71,17 @@ def tiny_tensors(oracle: Oracle) -> dict[str, tuple[np.ndarray, str]]:
     }
     for i in range(ARCH.num_layers):
         layer, block = f"layers.{i}.", f"blk.{i}."
-        qkv_KXHD = w[layer + "attention.qkv.weight"].transpose(1, 2, 3, 0)
-        gate_FD, up_FD = w[layer + "mlp.gate_up.weight"].transpose(1, 2, 0)
+        qkv_KXHD = oracle.heads_of(i).swapaxes(2, 3)
+        gate_DF, up_DF = oracle.gate_and_up_of(i)
         tensors |= {
             block + "attn_norm.weight": w[layer + "attention_norm.weight"],
             block + "ffn_norm.weight": w[layer + "mlp_norm.weight"],
             block + "attn_q.weight": pairs(qkv_KXHD[:, :group].reshape(-1, width)),
             block + "attn_k.weight": pairs(qkv_KXHD[:, group].reshape(-1, width)),
             block + "attn_v.weight": qkv_KXHD[:, group + 1].reshape(-1, width),
-            block + "attn_output.weight": w[layer + "attention.out.weight"].reshape(-1, width).T,
-            block + "ffn_gate.weight": gate_FD,
-            block + "ffn_up.weight": up_FD,
+            block + "attn_output.weight": w[layer + "attention.out.weight"].T,
+            block + "ffn_gate.weight": gate_DF.T,
+            block + "ffn_up.weight": up_DF.T,
             block + "ffn_down.weight": w[layer + "mlp.down.weight"].T,
         }
     return {name: (np.ascontiguousarray(value, np.float32), "F32") for name, value in tensors.items()}

@@ -1,11 +1,12 @@
 """A layer's parameters put together from a file's tensors, whatever the file calls them.
 
 A part is one tensor of the file, [out, in] as in PyTorch: `q`, `k`, `v`, `out`, `gate`, `up`, `down` (each with
-`.weight` and, where there is one, `.bias`) and the norms. Ours are fused, and laid out by KV head:
+`.weight` and, where there is one, `.bias`) and the norms. Ours are fused, by KV head and one after the other:
 
-    attention.qkv.weight   [K, G + 2, H, D]  of  q [K * G * H, D], k and v [K * H, D]
-    attention.out.weight   [D, K, G, H]      of  out [D, K * G * H]
-    mlp.gate_up.weight     [2, F, D]         of  gate and up [F, D]
+    attention.qkv.weight   [K * (G + 2) * H, D]  of  q [K * G * H, D], k and v [K * H, D]
+    mlp.gate_up.weight     [2 * F, D]            of  gate and up [F, D]
+
+`attention.out` [D, K * G * H] and `mlp.down` [D, F] are the files' own.
 """
 
 from __future__ import annotations
@@ -48,23 +49,14 @@ def layer_parameter(arch: Architecture, path: str, part: Callable[..., np.ndarra
     if module == "attention.qkv":
         q = part(f"q.{kind}", n * h, *rest).reshape(k, g, h, *rest)
         k_and_v = [part(f"{name}.{kind}", k * h, *rest).reshape(k, 1, h, *rest) for name in ("k", "v")]
-        value, num_in_axes = np.concatenate([q, *k_and_v], axis=1), 1
+        value = np.concatenate([q, *k_and_v], axis=1).reshape(-1, *rest)
     elif module == "mlp.gate_up":
-        value, num_in_axes = np.stack([part(f"{name}.{kind}", f, *rest) for name in ("gate", "up")]), 1
+        value = np.concatenate([part(f"{name}.{kind}", f, *rest) for name in ("gate", "up")])
     elif module == "attention.out":
-        value, num_in_axes = part(f"out.{kind}", d, *width), 3
-        value = value if is_bias else value.reshape(d, k, g, h)
+        value = part(f"out.{kind}", d, *width)
     elif module == "mlp.down":
-        value, num_in_axes = part(f"down.{kind}", d, *hidden), 1
+        value = part(f"down.{kind}", d, *hidden)
     else:  # a norm: of a head's values inside attention, of the whole width elsewhere
         owner, _, name = module.rpartition(".")
         return part(f"{name}.weight", h if owner else d)
-    return value if is_bias else _ordered(value, num_in_axes, order)
-
-
-def _ordered(weight: np.ndarray, num_in_axes: int, order: str) -> np.ndarray:
-    """[out..., in...] as it is, or as [in..., out...]."""
-    if order == "out_in":
-        return np.ascontiguousarray(weight)
-    num_out = weight.ndim - num_in_axes
-    return np.ascontiguousarray(weight.transpose(*range(num_out, weight.ndim), *range(num_out)))
+    return value if is_bias else np.ascontiguousarray(value if order == "out_in" else value.T)

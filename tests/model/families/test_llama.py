@@ -127,19 +127,18 @@ def gguf_tensors(oracle: Oracle) -> dict[str, np.ndarray]:
 
     for layer in range(arch.num_layers):
         mine, its = f"layers.{layer}.", f"blk.{layer}."
-        qkv = w[mine + "attention.qkv.weight"]
+        qkv = oracle.heads_of(layer)
         q, k, v = [], [], []
         for kv_head in range(arch.num_kv_heads):
             for g in range(arch.group_size):
-                q.append(interleaved(qkv[:, kv_head, g].T))
-            k.append(interleaved(qkv[:, kv_head, arch.group_size].T))
-            v.append(qkv[:, kv_head, arch.group_size + 1].T)
+                q.append(interleaved(qkv[kv_head, g].T))
+            k.append(interleaved(qkv[kv_head, arch.group_size].T))
+            v.append(qkv[kv_head, arch.group_size + 1].T)
         for name, rows in (("attn_q", q), ("attn_k", k), ("attn_v", v)):
             tensors[f"{its}{name}.weight"] = np.concatenate(rows)
-        out_DX = w[mine + "attention.out.weight"].reshape(-1, arch.hidden_size).T
-        tensors[f"{its}attn_output.weight"] = out_DX
-        gate_up = w[mine + "mlp.gate_up.weight"]
-        tensors[f"{its}ffn_gate.weight"], tensors[f"{its}ffn_up.weight"] = gate_up[:, 0].T, gate_up[:, 1].T
+        tensors[f"{its}attn_output.weight"] = w[mine + "attention.out.weight"].T
+        gate_DF, up_DF = oracle.gate_and_up_of(layer)
+        tensors[f"{its}ffn_gate.weight"], tensors[f"{its}ffn_up.weight"] = gate_DF.T, up_DF.T
         tensors[f"{its}ffn_down.weight"] = w[mine + "mlp.down.weight"].T
         tensors[f"{its}attn_norm.weight"] = w[mine + "attention_norm.weight"]
         tensors[f"{its}ffn_norm.weight"] = w[mine + "mlp_norm.weight"]
@@ -167,11 +166,10 @@ def test_weights_are_put_back_in_order(tmp_path, order):
     """Through the file, against the original rows."""
     oracle = tiny_oracle(is_tied=False)
     file = GGUFFile.open(write_tiny(tmp_path / "tiny.gguf", oracle))
-    num_in = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
     for name, value in oracle.weights.items():
         got = gguf_weight(oracle.arch, name, file.load, order)
-        if order == "out_in" and (n := num_in.get(name.split(".")[-2])):
-            value = value.transpose(*range(n, value.ndim), *range(n))
+        if order == "out_in" and name.split(".")[-2] in ("qkv", "out", "gate_up", "down"):
+            value = value.T
         assert got.dtype == np.float32
         assert got.flags.c_contiguous
         assert np.array_equal(got, value), name
