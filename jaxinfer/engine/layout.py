@@ -216,8 +216,8 @@ def _default_num_seqs(config: EngineConfig, arch: Architecture, page_format: Pag
 def _temporary_bytes(arch: Architecture, rules: MeshRules, num_slots: int, num_tokens: int, item_bytes: int) -> int:
     """Estimate of what slots and the hungriest program take on a device beside weights and pages.
 
-    Logits three times over and each slot's counts, all float32 or int32 over the vocabulary; a step's hidden states, and
-    the products of one layer, several of which live at once. `plan` has the compiled programs' true figures.
+    Logits three times over and each slot's counts, all float32 or int32 over the vocabulary; a step's hidden states,
+    and the products of one layer, several of which live at once. `plan` has the compiled programs' true figures.
     """
     shards = rules.mesh.shape["model"]
     heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim

@@ -85,8 +85,8 @@ class AttentionOp:
         `max_query_len` bounds every row's query tokens, and 1 promises that row b's token is token b.
       attend: (q_TKGH, pages, work, *, scale, soft_cap) -> out_TKGH in q's dtype; scores and sums in float32. Outputs of
         padding tokens are finite and mean nothing. Query position p sees key positions in (p - sliding_window, p].
-      max_table_entries: most entries, rows times width, of a page table that fits where the kernel keeps it; None for no
-        limit.
+      max_table_entries: most entries, rows times width, of a page table that fits where the kernel keeps it; None for
+        no limit.
       why_not: AttentionNeeds -> None, or why this implementation cannot run them here, and what to do about it.
     """
 
