@@ -248,7 +248,7 @@ struct Problem {
   const float* key_scales;    // null when not quantized
   const float* value_scales;
   float* out;  // [T, K, G, H]
-  int64_t table_width, num_kv, group, head_dim, page_size, page_panels;
+  int64_t table_width, num_kv, group, head_dim, page_panels;
   int64_t window;  // 0 for none
   float scale, soft_cap;  // soft_cap 0 for none
 };
@@ -529,7 +529,6 @@ ffi::Error attend(ffi::ThreadPool pool, Floats q, Ints table, Ints context, Ints
             .num_kv = q_dims[1],
             .group = q_dims[2],
             .head_dim = q_dims[3],
-            .page_size = key_dims[2] * PANEL,
             .page_panels = key_dims[2],
             .window = window,
             .scale = scale,

@@ -16,13 +16,12 @@ import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.ragged_paged_attention.contract import AttentionNeeds, AttentionOp, RaggedBatch
-from pallas_kernels.ragged_paged_attention.kv_quant import is_quantized, quantize_heads
+from pallas_kernels.ragged_paged_attention.kv_quant import is_quantized, quantize_heads, why_not_dtype
 
 SOURCE = Path(__file__).with_name("cpu.cc")
 PANEL = 16  # positions that lie side by side in the keys
 ATTEND, WRITE = "jaxinfer_ragged_paged_attention", "jaxinfer_write_kv_pages"
 TARGETS = ((ATTEND, "Attend"), (WRITE, "Write"))
-DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
 @jax.tree_util.register_dataclass
@@ -100,8 +99,8 @@ def why_not(needs: AttentionNeeds) -> str | None:
         return f"page_size is {needs.page_size}; it must be a multiple of {PANEL}"
     if needs.head_dim is not None and needs.head_dim % PANEL:
         return f"head_dim is {needs.head_dim}; it must be a multiple of {PANEL}"
-    if needs.kv_dtype is not None and needs.kv_dtype not in DTYPES:
-        return f"pages of {needs.kv_dtype}; it reads {', '.join(DTYPES)}"
+    if (why := why_not_dtype(needs.kv_dtype)) is not None:
+        return why
     if needs.native_folder is None:
         return "no folder of native kernels was given"
     path = native.library_path(SOURCE, needs.native_folder)
